@@ -1,11 +1,11 @@
-"""Accuracy of the demo's models over seeds, vanilla and as RePaFormers.
+"""Accuracy of the demo's models over seeds, stock and as RePaFormers.
 
 For each seed both models are trained from scratch. RePa models are tested in their deploy form. The
 data set is ``data/demo`` of the current folder::
 
     python -m benchmarks.demo_accuracy --task retinanet --seeds 0 1 2
 
-With ``--structures`` the vanilla model and one of each structure of :data:`STRUCTURES` are trained
+With ``--structures`` the stock model and one of each structure of :data:`STRUCTURES` are trained
 instead.
 
 Results are appended to a file with the columns of results.csv. A table of its rows comes at the
@@ -67,7 +67,7 @@ def options(task: str, seed: int, epochs: int | None = None) -> dict:
 
 def run(args: argparse.Namespace, seed: int, folder: Path) -> None:
     """Train and test the models of one seed."""
-    vanilla, repa = (
+    stock, repa = (
         config_path(f'demo/{args.task}_{name}_digits.py') for name in ('swin', 'repa_swin')
     )
 
@@ -90,9 +90,9 @@ def run(args: argparse.Namespace, seed: int, folder: Path) -> None:
         row = dict(what=what, model=TASKS[args.task], form=name, run=f'seed {seed}')
         append(args.out, row, percent(metrics))
 
-    tested('vanilla', vanilla, trained('vanilla', vanilla), False)
+    tested('stock', stock, trained('stock', stock), False)
     for name in STRUCTURES if args.structures else ['RePa']:
-        config = vanilla if args.structures else repa
+        config = stock if args.structures else repa
         tested(name, config, trained(name, config))
 
 
@@ -106,9 +106,9 @@ def main() -> None:
 
     def minus(rows: list[Row]) -> str:
         row = rows[0]
-        return difference(rows, base[row['what'], row['model'], 'vanilla'])
+        return difference(rows, base[row['what'], row['model'], 'stock'])
 
-    extra = {'by seed': listed, 'minus vanilla of the same seed': minus}
+    extra = {'by seed': listed, 'minus stock of the same seed': minus}
     print(table(rows, 'model what form', extra=extra))
 
 

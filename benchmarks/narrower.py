@@ -64,7 +64,7 @@ HEADS = {
 WAYS = {
     'trained': 'the original, trained on',
     'converted': 'converted, then trained',
-    'idle': 'channel idle, filled from it, then trained',
+    'idle': 'channel idle, copied from it, then trained',
     'fitted': 'channel idle, fitted to it, then trained',
 }
 MORE = {0.0: 'no epoch', 0.5: 'half an epoch', 1.0: 'one epoch'}

@@ -11,11 +11,11 @@ The two folders are those of :mod:`benchmarks.objects`. With ``--jobs``, each ta
 process. Rows are appended as they come to a file with the columns of results.csv, and a table of
 them comes at the end. ``--small`` takes the same way with little of everything.
 
-``--ways`` also takes the names in :data:`BESIDE`: training beside the vanilla model of the seed,
+``--ways`` also takes the names in :data:`BESIDE`: training beside the stock model of the seed,
 whose maps the backbone imitates with a ``--weight``, and its rivals. Each training prints the time
 of a step: ``--scale longer=…`` is the quotient of those with and without a teacher::
 
-    python -m benchmarks.pretraining --tasks upernet --ways vanilla repa repa+ repa-long --jobs 3
+    python -m benchmarks.pretraining --tasks upernet --ways stock repa repa+ repa-long --jobs 3
 """
 
 import argparse
@@ -61,13 +61,13 @@ REPA = dict(type='RePaSwinTransformer', idle_ratio=IDLE_RATIO)
 WAYS = {
     'repa': ('channel idle, pretrained as such', 'repa', REPA),
     'fitted': ('channel idle, fitted', 'fitted', dict(REPA, ffn_norm_cfg=NORM)),
-    'vanilla': ('vanilla', 'vanilla', {}),
-    'filled': ('channel idle, filled', 'vanilla', REPA),
+    'stock': ('stock', 'stock', {}),
+    'copied': ('channel idle, copied', 'stock', REPA),
 }
-# Beside the trained vanilla model ('+'), and for as long without it; and that model, trained on.
+# Beside the trained stock model ('+'), and for as long without it; and that model, trained on.
 BESIDE = (
-    *(f'{way}{end}' for way in ('repa', 'fitted', 'filled') for end in ('+', '-long')),
-    'vanilla-on',
+    *(f'{way}{end}' for way in ('repa', 'fitted', 'copied') for end in ('+', '-long')),
+    'stock-on',
 )
 
 
@@ -201,7 +201,7 @@ class Run:
             start = self.load().model.backbone
             start.update(out_indices=(3,))
             backbone = MODELS.build(start).to(self.args.device)
-            backbone.load_state_dict(torch.load(self.pretrained('vanilla'))['state_dict'])
+            backbone.load_state_dict(torch.load(self.pretrained('stock'))['state_dict'])
             backbone.eval()
             chosen = torch.randperm(len(self.crops))[: self.scale.fit]
             batches = [self.normalized(part) for part in self.crops[chosen].chunk(4)]
@@ -213,13 +213,13 @@ class Run:
         return str(path)
 
     def beside(self, cfg: Config, end: str) -> Config:
-        """The config that trains with the vanilla model as a teacher ('+'), or from it ('-on')."""
+        """The config that trains with the stock model as a teacher ('+'), or from it ('-on')."""
         if end not in ('+', '-on'):
             return cfg
-        cfg, vanilla, path = copy.deepcopy(cfg), self.folder / 'vanilla', self.folder / 'vanilla.py'
-        if not (vanilla / 'last_checkpoint').exists():
-            self.way('vanilla')
-        checkpoint = find_latest_checkpoint(str(vanilla))
+        cfg, stock, path = copy.deepcopy(cfg), self.folder / 'stock', self.folder / 'stock.py'
+        if not (stock / 'last_checkpoint').exists():
+            self.way('stock')
+        checkpoint = find_latest_checkpoint(str(stock))
         if end == '-on':
             cfg.load_from = checkpoint
             return cfg

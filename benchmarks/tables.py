@@ -186,7 +186,7 @@ def tables() -> dict[str, str]:
         return values[DEPLOY] + (f' ({values[STOCK]})' if STOCK in values else '')
 
     def of_paper(rows: list[Row]) -> str:
-        """What the paper says of the model of these rows, vanilla and as a RePaFormer."""
+        """What the paper says of the model of these rows, stock and as a RePaFormer."""
         model = rows[0]['model'].split(',')[0]
         name = 'Swin-B' if 'backbone' in model else model.removesuffix(' Swin-B') + ', '
         found = [row for row in published if row['model'].startswith(name)]
@@ -236,8 +236,8 @@ def tables() -> dict[str, str]:
     pretraining = [dict(row, name=f'{row["model"]}, {row["of"]}') for row in pretraining]
 
     def gained(rows: list[Row]) -> str:
-        vanilla, repa = (grouped(rows, 'form')[form,] for form in ('vanilla', 'RePa'))
-        return difference(repa, vanilla)
+        stock, repa = (grouped(rows, 'form')[form,] for form in ('stock', 'RePa'))
+        return difference(repa, stock)
 
     return {
         # A run of tools/speed_up.py: four of the rows in README's picture.
@@ -267,11 +267,11 @@ def tables() -> dict[str, str]:
             of(('parameters', 'multiply-adds'), model=SHOWN), 'model', 'form', with_units
         ),
         'accuracy': table(
-            of('after 3 epochs: ', form=('vanilla', 'RePa')),
+            of('after 3 epochs: ', form=('stock', 'RePa')),
             'model of',
             'form',
             mean,
-            {'RePa minus vanilla': gained},
+            {'RePa minus stock': gained},
         ),
         'dense-prediction': table(of("AP or mIoU, the paper's"), 'model', 'form'),
         'conversion': table(lines, 'model of keep', 'method', against(originals)),

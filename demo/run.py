@@ -44,14 +44,14 @@ def run_demo(
     """Train a small model on the demo's data, test it, and compare its forms.
 
     'retinanet', 'mask_rcnn' and 'upernet' train a model with a RePa-Swin, and test its training
-    form and deploy form. 'speed_up' trains a vanilla RetinaNet, and makes it faster by
+    form and deploy form. 'speed_up' trains a stock RetinaNet, and makes it faster by
     :func:`repa_mm.speed_up`.
 
     Args:
         task (str): A key of :data:`TASKS`, or 'speed_up'.
         work_dir (str): Folder for checkpoints, logs, ``summary.json`` and ``pictures``. The data
             set is written to ``data/demo``.
-        checkpoint (str, optional): Checkpoint of a trained model, in the training form, or vanilla
+        checkpoint (str, optional): Checkpoint of a trained model, in the training form, or stock
             for 'speed_up'. Defaults to None: train a model.
         cfg_options (dict, optional): Values to override in the config, by dotted names.
 
@@ -193,7 +193,7 @@ def main() -> None:
     """Run the command line of the demonstration."""
     parser = argparse.ArgumentParser(
         description='Train a small model on digits pasted on photographs, test its training '
-        'form and deploy form, and compare them. Or train a vanilla model and make it faster '
+        'form and deploy form, and compare them. Or train a stock model and make it faster '
         '(speed_up).'
     )
     parser.add_argument(

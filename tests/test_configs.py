@@ -95,7 +95,7 @@ def without_gradient(model, cfg, size):
 
 @pytest.mark.parametrize('name', NAMES)
 def test_no_name_is_mistaken(name):
-    """Hooks, and what differs from the vanilla counterpart: the backbone and a faster head."""
+    """Hooks, and what differs from the stock counterpart: the backbone and a faster head."""
     cfg = Config.fromfile(config_path(name))
     assert cfg.custom_imports['imports'] == ['repa_mm']
     merges = 'repa' in name
@@ -103,14 +103,14 @@ def test_no_name_is_mistaken(name):
     assert hook == (dict(type='ReparameterizeHook') if merges else None)
     assert 'ReparameterizeHook' not in str(cfg.get('custom_hooks'))
     if 'repa_swin' in name and 'in1k' not in name:
-        vanilla = Config.fromfile(config_path(name.replace('repa_', '')))
-        for key in set(vanilla) - {'model', 'pretrained'}:
-            assert cfg[key] == vanilla[key], key
+        stock = Config.fromfile(config_path(name.replace('repa_', '')))
+        for key in set(stock) - {'model', 'pretrained'}:
+            assert cfg[key] == stock[key], key
         if 'upernet' in name:
             assert cfg.model.decode_head.pop('type') == 'FastUPerHead'
-            assert vanilla.model.decode_head.pop('type') == 'UPerHead'
-        for key in set(vanilla.model) - {'backbone'}:
-            assert cfg.model[key] == vanilla.model[key], key
+            assert stock.model.decode_head.pop('type') == 'UPerHead'
+        for key in set(stock.model) - {'backbone'}:
+            assert cfg.model[key] == stock.model[key], key
 
 
 QUICK = [name for name in NAMES if name.startswith('demo/') and 'repa' in name]
@@ -228,7 +228,7 @@ def check_imagenet_training(cfg, row, gpus, batch_size, sampler):
         ('', 'mmpretrain::swin_transformer/swin-tiny_16xb64_in1k'),
     ],
 )
-def test_vanilla_training_is_that_of_the_codebase(task, original):
+def test_stock_training_is_that_of_the_codebase(task, original):
     """What the codebase's config of the same model says, ours says, too, for each size."""
     theirs = Config.fromfile(config_path(original))
     theirs.model.backbone = None
@@ -343,7 +343,7 @@ def test_classifier_weights_pretrain_the_detector(swin, tmp_path, randomize):
 
 @pytest.mark.parametrize('task', ['retinanet', 'mask_rcnn', 'upernet'])
 @pytest.mark.parametrize('size', ['tiny', 'small', 'base'])
-def test_vanilla_configs_name_weights_of_mmpretrain(task, size):
+def test_stock_configs_name_weights_of_mmpretrain(task, size):
     url = load(f'{task}_swin_{size[0]}').model.backbone.init_cfg.checkpoint
     metafile = config_path('mmpretrain::swin_transformer/swin-tiny_16xb64_in1k')
     models = load_file(Path(metafile).with_name('metafile.yml'))['Models']

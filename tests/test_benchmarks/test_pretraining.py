@@ -34,7 +34,7 @@ def test_pretraining(tmp_path, monkeypatch, capsys):
         return 'weights.pth'
 
     def test(cfg, checkpoint, deploy, folder):
-        assert deploy == ('vanilla' not in Path(folder).name)
+        assert deploy == ('stock' not in Path(folder).name)
         return {'coco/bbox_mAP': 0.1 * len(found)}, None
 
     def read_crops(root, split, skip=0, repeats=1):
@@ -47,7 +47,7 @@ def test_pretraining(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pretraining, 'test', test)
     monkeypatch.setattr(training_form, 'refine', lambda fit, *_: fit)
     command = ['pretraining', '--small', '--device', 'cpu', '--tasks', 'digits', '--seeds', '3']
-    command += ['--ways', *pretraining.WAYS, 'repa+', 'repa-long', 'vanilla-on', '--weight', '.5']
+    command += ['--ways', *pretraining.WAYS, 'repa+', 'repa-long', 'stock-on', '--weight', '.5']
     monkeypatch.setattr(sys, 'argv', command)
     pretraining.main()
 
@@ -55,18 +55,18 @@ def test_pretraining(tmp_path, monkeypatch, capsys):
     values = {row['form']: (row['run'], row['value']) for row in rows}
     assert len(rows) == len(pretraining.WAYS) + 3
     assert others['repa+0.5'][0] == 'ImitatingRetinaNet' and others['repa'][0] == 'RetinaNet'
-    assert others['vanilla-on'][1] == 'weights.pth' and not others['vanilla'][1]
+    assert others['stock-on'][1] == 'weights.pth' and not others['stock'][1]
     assert others['repa-long'][2].max_iters == 3 and others['repa+0.5'][2].max_iters == 2
     assert values['channel idle, pretrained as such, imitating (0.5)'][1] == '50'
     for i, (way, (form, weights, _)) in enumerate(pretraining.WAYS.items(), 1):
         assert values[form] == ('seed 3', str(10 * i))
         given = torch.load(f'work_dirs/pretraining/digits_3/{weights}.pth')['state_dict']
         block, name = found[way].stages[0].blocks[0], 'stages.0.blocks.0.'
-        own, theirs = (ORDINARY if w == 'vanilla' else IDLE for w in (way, weights))
+        own, theirs = (ORDINARY if w == 'stock' else IDLE for w in (way, weights))
         torch.testing.assert_close(block.get_parameter(own), given[name + theirs])
         qkv = 'attn.w_msa.qkv.weight'
         torch.testing.assert_close(block.get_parameter(qkv), given[name + qkv])
-        if way != 'vanilla':
+        if way != 'stock':
             kind = torch.nn.LayerNorm if way == 'fitted' else torch.nn.BatchNorm1d
             assert isinstance(block.ffn.norm1, kind) and block.ffn.num_active == 48
     assert '| channel idle, fitted | 20.0 | 20 |' in capsys.readouterr().out

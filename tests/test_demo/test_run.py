@@ -61,7 +61,7 @@ def test_demo(task, scenes, capsys):
 
 
 def test_speed_up(scenes, monkeypatch, capsys):
-    """A vanilla model is trained, and given to the one command with its data."""
+    """A stock model is trained, and given to the one command with its data."""
     calls = []
 
     def speed_up(*args, **kwargs):
