@@ -1,7 +1,8 @@
 r"""Measure on an NVIDIA GPU what docs/benchmarks.md says of one.
 
-Latency of whole models and of a backbone, also with CUDA graphs, training steps, and
-`tools/speed_up.py` on the demo's scenes and for a RetinaNet with Swin-B::
+Latency of whole models and of a backbone, also with CUDA graphs, training steps, what of the
+post-processing could be in a graph, and `tools/speed_up.py` on the demo's scenes and for a
+RetinaNet with Swin-B::
 
     python -m benchmarks.on_a_gpu --out work_dirs/on_a_gpu.csv
 
@@ -22,6 +23,7 @@ from pathlib import Path
 import cv2
 import numpy as np
 import torch
+import torch.nn as nn
 from mmengine.config import Config
 from mmengine.logging import MMLogger
 
@@ -33,8 +35,17 @@ from demo.run import DATA, train
 from repa_mm import config_path, speed_up
 from repa_mm.apis import open_model
 from repa_mm.benchmark.timing import measure, show_machine
-from repa_mm.benchmark.variants import MODEL, STOCK, autocasting, calls_on, noise_of_size, variants
+from repa_mm.benchmark.variants import (
+    DEPLOY,
+    MODEL,
+    STOCK,
+    autocasting,
+    calls_on,
+    noise_of_size,
+    variants,
+)
 from repa_mm.faster import cuda_graphs_, faster_on_gpu_
+from repa_mm.faster.cuda_graphs import Captured
 from repa_mm.io.configs import load_config
 from repa_mm.surgery import copied
 
@@ -122,6 +133,48 @@ def latency(
     write(args, what, title, args.amp, 'ms', values)
 
 
+class Select(nn.Module):
+    """What a RetinaNet's post-processing does before it decodes boxes, with fixed sizes.
+
+    The host selects scores above a threshold first, and so waits for their number on each level.
+    """
+
+    def __init__(self, head: nn.Module) -> None:
+        super().__init__()
+        self.classes, self.topk = head.cls_out_channels, head.test_cfg.nms_pre
+
+    def forward(self, scores: Sequence[torch.Tensor], boxes: Sequence[torch.Tensor]) -> list:
+        found = []
+        for level, deltas in zip(scores, boxes):
+            level = level[0].permute(1, 2, 0).reshape(-1).sigmoid()
+            best, index = level.topk(min(self.topk, len(level)))
+            rows = deltas[0].permute(1, 2, 0).reshape(-1, 4)[index // self.classes]
+            found.append((best, index % self.classes, rows))
+        return found
+
+
+@torch.no_grad()
+def selection(args: argparse.Namespace, name: str) -> None:
+    """Time the post-processing of one image, its first half, and that with fixed sizes."""
+    model = variants(configs(args, name)[0])[DEPLOY].to(args.device)
+    data = noise_of_size(model, SMALL_IMAGE if args.small else DETECTOR, 1)
+    data, head = model.data_preprocessor(data), model.bbox_head
+    maps = head(model.extract_feat(data['inputs']))
+    select, metas = Select(head).eval(), [data['data_samples'][0].metainfo]
+    host = partial(head.predict_by_feat, batch_img_metas=metas)
+    calls = {
+        'all': lambda maps: host(*maps),
+        'before suppression': lambda maps: host(*maps, with_nms=False),
+        'selection, fixed sizes': lambda maps: select(*maps),
+    }
+    if args.device != 'cpu':
+        captured = Captured(select)
+        calls[f'selection, fixed sizes, {GRAPHS}'] = lambda maps: captured(*maps)
+    times = measure(calls, maps, args.repeats)
+    values = {form: np.median(found) for form, found in times.items()}
+    write(args, 'GPU post-processing', name, 'float32', 'ms', values)
+
+
 def training(args: argparse.Namespace, name: str, batch_size: int = 2) -> None:
     """Time training steps by each training path beside stock, with their memory."""
     shape = SMALL_IMAGE if args.small else DETECTOR
@@ -206,6 +259,7 @@ PARTS: dict[str, tuple[Callable, int]] = {
         partial(graphs_of, name='UperNet Swin-B', batch_size=1, shape=(512, 512)),
         90,
     ),
+    'selection': (partial(selection, name='RetinaNet Swin-B'), 75),
     'search': (partial(search, name=DEMO), 300),
     'search_swin_b': (partial(search, name='RetinaNet Swin-B'), 900),
 }

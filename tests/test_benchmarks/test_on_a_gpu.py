@@ -22,6 +22,7 @@ FORMS = {
     'narrow': (*LATENCY, 'FFNs 0.2, heads a quarter'),
     **dict.fromkeys(('train_retinanet', 'train_mask_rcnn'), ('stock', 'literal', 'folded', 'auto')),
     **dict.fromkeys(('graphs_1', 'graphs_8', 'graphs_mask_rcnn', 'graphs_upernet'), ALL),
+    'selection': ('all', 'before suppression', 'selection, fixed sizes'),
     'search': ('', *3 * SEARCHED),
     'search_swin_b': ('', *2 * SEARCHED),
 }
