@@ -19,7 +19,7 @@ model = dict(
     backbone=dict(
         type='mmpretrain.VisionTransformer',
         arch='dinov2-small',
-        img_size=224,
+        img_size=280,
         patch_size=14,
         layer_scale_init_value=1e-5,
         out_type='featmap',
@@ -56,7 +56,10 @@ model = dict(
     ),
     train_cfg=dict(assigner=dict(type='ATSSAssigner', topk=9), allowed_border=-1, pos_weight=-1),
     test_cfg=dict(
-        nms_pre=1000, min_bbox_size=0, score_thr=0.05, nms=dict(type='nms', iou_threshold=0.6),
+        nms_pre=1000,
+        min_bbox_size=0,
+        score_thr=0.05,
+        nms=dict(type='nms', iou_threshold=0.6),
         max_per_img=100,
     ),
 )
@@ -96,7 +99,9 @@ val_evaluator = dict(ann_file=data_root + 'annotations/instances_val2017.json')
 test_evaluator = val_evaluator
 
 max_iters = 600
-train_cfg = dict(_delete_=True, type='IterBasedTrainLoop', max_iters=max_iters, val_interval=max_iters)
+train_cfg = dict(
+    _delete_=True, type='IterBasedTrainLoop', max_iters=max_iters, val_interval=max_iters
+)
 param_scheduler = [
     dict(type='LinearLR', start_factor=0.01, by_epoch=False, begin=0, end=50),
     dict(type='CosineAnnealingLR', by_epoch=False, begin=0, end=max_iters),
