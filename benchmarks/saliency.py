@@ -68,7 +68,7 @@ CONFIG = dict(
             bgr_to_rgb=True,
             test_cfg=dict(size_divisor=14),
         ),
-        backbone=dict(dinov2.CONFIG, type='mmpretrain.VisionTransformer', out_type='featmap'),
+        backbone=dict(dinov2.CONFIG, out_type='featmap'),
         decode_head=dict(
             type='TransposedHead',
             num_classes=2,

@@ -184,16 +184,18 @@ class Run(pretraining.Run):
         folder = self.folder / (f'{name}{self.args.weight:g}' if end == '+' else name)
         cfg.dump(f'{folder}.py')
         trained = train(self.beside(cfg, end), str(folder))
-        self.write(form, cfg, trained, folder)
+        self.write(form, cfg, trained, folder, deploy=bool(changes))
 
-    def write(self, form: str, cfg: Config, trained: str, folder: Path) -> None:
-        """Test a trained model, merged, on both sites, and time it beside the vanilla one."""
+    def write(
+        self, form: str, cfg: Config, trained: str, folder: Path, deploy: bool = False
+    ) -> None:
+        """Test a trained model on both sites, and time it beside the vanilla one, as rows."""
         found = {}
         for split in ('val', 'osbs'):
             paths = dict(ann_file=f'annotations/instances_{split}2017.json')
             cfg.test_dataloader.dataset.update(paths, data_prefix=dict(img=f'{split}2017/'))
             cfg.test_evaluator.ann_file = cfg.data_root + paths['ann_file']
-            metrics, model = test(cfg, trained, True, str(folder / split))
+            metrics, model = test(cfg, trained, deploy, str(folder / split))
             for key in ('', '_50'):
                 site = '' if split == 'val' else ', another site'
                 value = metrics.get(f'coco/bbox_mAP{key}', 0)
