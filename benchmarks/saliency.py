@@ -5,8 +5,8 @@ writes a config, a checkpoint and square crops of the photographs, compares the 
 wheel's file on some of them, and makes it faster as a user without labels would::
 
     python -m benchmarks.saliency write vit_s_focus.onnx PHOTOGRAPHS work_dirs/saliency
-    cd work_dirs/saliency && export PYTHONPATH=CLONE
-    python CLONE/tools/speed_up.py saliency.py saliency.pth OUT_DIR --images crops
+    cd work_dirs/saliency && export PYTHONPATH=../..
+    python ../../tools/speed_up.py saliency.py saliency.pth OUT_DIR --images crops
 
 Smaller images beside it, on the same crops::
 
@@ -66,7 +66,6 @@ CONFIG = dict(
             mean=[255 * x for x in dinov2.MEAN],
             std=[255 * x for x in dinov2.STD],
             bgr_to_rgb=True,
-            test_cfg=dict(size_divisor=14),
         ),
         backbone=dict(dinov2.CONFIG, out_type='featmap'),
         decode_head=dict(
@@ -123,7 +122,7 @@ def error(model: nn.Module, path: str, images: torch.Tensor) -> float:
 
 
 def write(args: argparse.Namespace) -> None:
-    """Write config, checkpoint and crops: every third one in order is of another photograph."""
+    """Write config, checkpoint and crops."""
     model, out = load(args.model), Path(args.out)
     (out / 'crops').mkdir(parents=True, exist_ok=True)
     Config(CONFIG).dump(str(out / 'saliency.py'))
@@ -131,7 +130,7 @@ def write(args: argparse.Namespace) -> None:
     # Some photographs come in several sizes.
     names = [p for p in dinov2.photographs(args.photographs) if not re.search(r'_\d+x\d+\.', p)]
     mean, std = (np.array(x)[:, None, None] for x in (dinov2.MEAN, dinov2.STD))
-    # tools/speed_up.py tests on every third file, and fits to others.
+    # tools/speed_up.py tests on every third file, and fits to others: of other photographs.
     for i, name in enumerate(names[: len(names) // 3 * 3]):
         for j, crop in enumerate(dinov2.crops(name, 0, args.crops)):
             pixels = (255 * (crop.numpy() * std + mean)).round().clip(0, 255).astype(np.uint8)
