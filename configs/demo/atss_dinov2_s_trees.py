@@ -107,7 +107,7 @@ param_scheduler = [
     dict(type='CosineAnnealingLR', by_epoch=False, begin=0, end=max_iters),
 ]
 optim_wrapper = dict(
-    optimizer=dict(lr=5e-4),
+    optimizer=dict(lr=1e-3),
     paramwise_cfg=dict(custom_keys=dict(backbone=dict(lr_mult=0.1))),
     clip_grad=dict(max_norm=10.0),
 )
