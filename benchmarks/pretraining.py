@@ -27,7 +27,6 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 import cv2
@@ -253,16 +252,20 @@ class Run:
             cfg.optim_wrapper.optimizer.fused = True
         folder = self.folder / (f'{name}{self.args.weight:g}' if end == '+' else name)
         trained = train(self.beside(cfg, end), str(folder))
-        logs = sorted(folder.glob('*/vis_data/scalars.json'))[-1:]
-        lines = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
         for key in ('time', 'memory'):  # seconds, and MB of a GPU
-            values = [line[key] for line in lines if key in line]
-            print(f'{name}: {key} {median(values):.3g}' if values else '', flush=True)
+            print(f'{name}: {key} {logged(folder, key):.3g}', flush=True)
         found, _ = test(cfg, trained, bool(changes), str(self.folder / 'test' / folder.name))
         what = 'beside a teacher' if end else 'after pretraining'
         row = dict(what=what, model=self.name, form=form, run=f'seed {self.seed}')
         cpu = torch.cuda.get_device_name() if gpu else ''
         append(self.args.out, dict(row, cpu=cpu, command=COMMAND), percent(found))
+
+
+def logged(folder: Path, key: str) -> float:
+    """Median of a value in the log of the last training in a folder."""
+    logs = sorted(folder.glob('*/vis_data/scalars.json'))[-1:]
+    lines = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
+    return float(np.median([line[key] for line in lines if key in line] or np.nan))
 
 
 def form_of(name: str, args: argparse.Namespace) -> str:

@@ -1,4 +1,4 @@
-"""Translating checkpoints of timm, of the official Swin, and of the authors of RePaFormer and DINO.
+"""Translating checkpoints of timm, DINOv2, the official Swin, and RePaFormer's and DINO's authors.
 
 Their models use timm's parameter names, ours OpenMMLab's. Other differences are:
 
@@ -44,6 +44,9 @@ _VIT = {
     # An ordinary ViT.
     r'(?<=\d)\.norm(?=[12]\.)': '.ln',
     r'(?<=\d)\.attn\.norm\b': '.ln1',
+    # A layer scale.
+    r'\bls1\.gamma$': 'attn.gamma1.weight',
+    r'\bls2\.gamma$': 'ffn.gamma2.weight',
     r'\bmlp\b': 'ffn',
 }
 # By a part of a parameter name that only this family has: regular expressions for the authors'
@@ -147,6 +150,11 @@ def _translated(
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """Return weights under the names of a backbone, and those of a classifier's head."""
     own = backbone.state_dict()
+    if registers := {'register_tokens', 'reg_token'} & given.keys() - own.keys():
+        raise CheckpointError(
+            f'the weights have registers ({registers.pop()}), and {type(backbone).__name__} has '
+            'no place for them: take weights of the same model without registers'
+        )
     args = args if isinstance(args, dict) else getattr(args, '__dict__', {})
     family = next((mark for mark in _FAMILIES if any(mark in key for key in given)), None)
     scale = getattr(backbone, 'residual_scale', 1)

@@ -300,6 +300,36 @@ def test_weights_of_timm_and_of_poolformer_fill(family, tmp_path, randomize, rel
     assert relative_error(found, expected) < 1e-5
 
 
+@pytest.mark.parametrize('layout', ['timm', 'DINOv2'])
+@pytest.mark.parametrize('cfg', [dict(type='Restructured'), SAME])
+def test_a_vit_with_layer_scale(layout, cfg, tmp_path, randomize, relative_error):
+    """DINOv2's own files have the names of timm, a mask token and perhaps registers."""
+    options = dict(img_size=16, patch_size=4, num_classes=0, embed_dim=16, depth=2, num_heads=4)
+    model = timm.models.VisionTransformer(**options, init_values=1e-5)
+    randomize(model).eval()
+    vit = dict(type='mmpretrain.VisionTransformer', arch=VIT, img_size=16, patch_size=4)
+    vit.update(layer_scale_init_value=1e-5, out_type='raw')
+    path = str(tmp_path / 'model.pth')
+    init_cfg = dict(type='Pretrained', checkpoint=path)
+    if cfg is SAME:
+        cfg = dict(vit, type='RePaVisionTransformer', init_cfg=init_cfg, **SAME)
+    else:
+        cfg = dict(cfg, model=dict(vit, init_cfg=init_cfg), structures=[])
+    weights, x = model.state_dict(), torch.randn(2, 3, 16, 16)
+    if layout == 'DINOv2':
+        weights['mask_token'] = torch.zeros(1, 16)
+    torch.save(weights, path)
+    backbone = MODELS.build(cfg)
+    backbone.init_weights()
+    backbone.eval()
+    with torch.no_grad():
+        assert relative_error(backbone(x)[0], model.forward_features(x)) < 1e-6
+    name = dict(timm='reg_token', DINOv2='register_tokens')[layout]
+    torch.save({**weights, name: torch.zeros(1, 4, 16)}, path)
+    with pytest.raises(CheckpointError, match=rf'registers \({name}\)'):
+        MODELS.build(cfg).init_weights()
+
+
 def test_a_missing_file_of_a_repaformer():
     cfg = load_config(repa_mm.config_path('retinanet_repa_swin_b.py')).model.backbone
     cfg.init_cfg.checkpoint = 'not/there.pth'
