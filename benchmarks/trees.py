@@ -11,11 +11,11 @@ them in COCO's layout, with the weights of DINOv2, whose file dinov2.py names::
     python tools/train.py configs/demo/atss_dinov2_s_trees.py
 
 Detectors with channel-idle FFNs from the same weights, in the ways of pretraining.py: '+' imitates
-the vanilla one of its seed. Results are appended to a file with the columns of results.csv::
+the stock one of its seed. Results are appended to a file with the columns of results.csv::
 
-    python -m benchmarks.trees train --ways vanilla fitted filled fitted+ filled+ --seeds 0 1 2
+    python -m benchmarks.trees train --ways stock fitted copied fitted+ copied+ --seeds 0 1 2
 
-A narrower one, where RUN is work_dirs/trees/trees_0/vanilla, and the same trained further::
+A narrower one, where RUN is work_dirs/trees/trees_0/stock, and the same trained further::
 
     python tools/speed_up.py RUN.py RUN/iter_600.pth OUT_DIR --budgets 0.85 0.7 0.55 0.4 0.25
     python -m benchmarks.trees further OUT_DIR/candidates/55.py
@@ -157,7 +157,7 @@ class Run(pretraining.Run):
     def pretrained(self, name: str) -> str:
         """Path of DINOv2's weights, or of those that are fitted to them, on training images."""
         cfg, path = self.load(), Path(self.args.work_dir, 'fitted.pth')
-        if name == 'vanilla':
+        if name == 'stock':
             return cfg.model.backbone.init_cfg.checkpoint
         if path.exists():
             return str(path)
@@ -189,7 +189,7 @@ class Run(pretraining.Run):
     def write(
         self, form: str, cfg: Config, trained: str, folder: Path, deploy: bool = False
     ) -> None:
-        """Test a trained model on both sites, and time it beside the vanilla one, as rows."""
+        """Test a trained model on both sites, and time it beside the stock one, as rows."""
         found = {}
         for split in ('val', 'osbs'):
             paths = dict(ann_file=f'annotations/instances_{split}2017.json')
@@ -203,11 +203,11 @@ class Run(pretraining.Run):
         found['seconds of a step'] = pretraining.logged(folder, 'time')
         row = dict(what='trees', model='ATSS, trees', form=form, run=f'seed {self.seed}')
         append(self.args.out, row, found)
-        models = dict(vanilla=open_model(self.load()), own=model)
+        models = dict(stock=open_model(self.load()), own=model)
         times = measure({k: m.backbone for k, m in models.items()}, torch.rand(1, 3, 280, 280), 10)
-        vanilla, own = (float(np.median(times[name])) for name in models)
+        stock, own = (float(np.median(times[name])) for name in models)
         append(self.args.out, dict(row, unit='ms'), {'latency of the backbone': own})
-        append(self.args.out, row, {'latency of the backbone, times vanilla': own / vanilla})
+        append(self.args.out, row, {'latency of the backbone, times stock': own / stock})
 
 
 def train_ways(args: argparse.Namespace) -> None:
@@ -243,7 +243,7 @@ def main() -> None:
         command = commands.add_parser(name)
         if name == 'train':
             ways = [*pretraining.WAYS, *pretraining.BESIDE]
-            command.add_argument('--ways', nargs='+', choices=ways, default=['vanilla', 'fitted'])
+            command.add_argument('--ways', nargs='+', choices=ways, default=['stock', 'fitted'])
         else:
             command.add_argument('configs', nargs='+', help='beside their weights')
         command.add_argument('--seeds', type=int, nargs='+', default=[0])

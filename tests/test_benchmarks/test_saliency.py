@@ -39,5 +39,5 @@ def test_the_decoder_computes_what_the_file_does(tmp_path, monkeypatch, randomiz
     with torch.no_grad():
         assert relative_error(model.decode_head((x,)), decoder(x)) < 1e-5
         (sample,) = model.test_step(dict(inputs=[image]))
-    found, logits = sample.pred_sem_seg.data, sample.seg_logits.data
-    assert found.shape == (1, 224, 224) and torch.equal(found, (logits > 0).to(found))
+    found, share = sample.pred_sem_seg.data, sample.seg_logits.data
+    assert found.shape == (1, 224, 224) and torch.equal(found, (share > 0.5).to(found))

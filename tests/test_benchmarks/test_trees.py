@@ -77,7 +77,7 @@ def test_ways(data, monkeypatch):
         return str(path)
 
     def test(cfg, checkpoint, deploy, folder):
-        assert deploy == ('vanilla' not in folder) and Path(cfg.test_evaluator.ann_file).exists()
+        assert deploy == ('stock' not in folder) and Path(cfg.test_evaluator.ann_file).exists()
         tested.append(cfg.test_dataloader.dataset.data_prefix['img'])
         return {'coco/bbox_mAP': 0.1, 'coco/bbox_mAP_50': 0.3}, trees.open_model(cfg, checkpoint)
 
@@ -96,7 +96,7 @@ def test_ways(data, monkeypatch):
     vit = MODELS.build(dict(small(trees.config_path(trees.CONFIG)).model.backbone, init_cfg=None))
     Path('checkpoints').mkdir()
     torch.save(dict(state_dict=vit.state_dict()), trees.CHECKPOINT)
-    ways = 'vanilla', 'fitted', 'filled', 'fitted+'
+    ways = 'stock', 'fitted', 'copied', 'fitted+'
     command = [
         'trees',
         'train',
@@ -110,9 +110,9 @@ def test_ways(data, monkeypatch):
     ]
     monkeypatch.setattr(sys, 'argv', command)
     trees.main()
-    assert [*found] == ['vanilla', 'fitted', 'filled', 'fitted+1']
+    assert [*found] == ['stock', 'fitted', 'copied', 'fitted+1']
     first = 'layers.0.ffn.fc1.weight'
-    for name, key in (('vanilla', 'layers.0.ffn.layers.0.0.weight'), ('filled', first)):
+    for name, key in (('stock', 'layers.0.ffn.layers.0.0.weight'), ('copied', first)):
         value = found[name].backbone.state_dict()[key]
         assert torch.equal(value, vit.state_dict()['layers.0.ffn.layers.0.0.weight'])
     fitted = torch.load('work_dirs/trees/fitted.pth')['state_dict'][first]
@@ -122,10 +122,10 @@ def test_ways(data, monkeypatch):
     rows = tables.read('work_dirs/trees.csv')
     assert {row['of'] for row in rows} == {
         'box AP', 'box AP50', 'box AP, another site', 'box AP50, another site',
-        'seconds of a step', 'latency of the backbone', 'latency of the backbone, times vanilla',
+        'seconds of a step', 'latency of the backbone', 'latency of the backbone, times stock',
     }  # fmt: skip
-    command = ['trees', 'further', 'work_dirs/trees/trees_3/vanilla.py', '--seeds', '3']
+    command = ['trees', 'further', 'work_dirs/trees/trees_3/stock.py', '--seeds', '3']
     monkeypatch.setattr(sys, 'argv', [*command, '--scale', 'iterations=12'])
     trees.main()
-    assert found['further_vanilla'].load_from == 'work_dirs/trees/trees_3/vanilla.pth'
-    assert tables.read('work_dirs/trees.csv')[-1]['form'] == 'vanilla, trained further'
+    assert found['further_stock'].load_from == 'work_dirs/trees/trees_3/stock.pth'
+    assert tables.read('work_dirs/trees.csv')[-1]['form'] == 'stock, trained further'
