@@ -13,7 +13,11 @@ from mmengine.utils.dl_utils import collect_env
 from rich.box import MARKDOWN
 from rich.console import Console
 from rich.table import Table
-from scipy.stats import bootstrap
+
+from repa_mm.io.extras import of_extra
+
+with of_extra():
+    from scipy.stats import bootstrap
 
 #: Seconds before a measured call in which the same callable runs unmeasured. On a CPU, threads of
 #: the runtime before it wait actively for a while: without a pause, calls of 30 ms seemed to take

@@ -6,9 +6,13 @@ from collections.abc import Sequence
 import torch
 import torch.nn as nn
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
-from scipy.optimize import linear_sum_assignment
 from torch.nn.utils.rnn import pad_sequence
 from torchvision.ops import box_iou
+
+from repa_mm.io.extras import of_extra
+
+with of_extra():
+    from scipy.optimize import linear_sum_assignment
 
 #: Two objects are the same one from this intersection over union on.
 MIN_IOU = 0.75
