@@ -1,10 +1,10 @@
 """Narrowing the FFNs and attention heads of a pretrained model."""
 
 import copy
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import ExitStack
 from functools import cached_property, partial
 
 import torch
@@ -25,7 +25,7 @@ from repa_mm.apis.models import deploy_
 from repa_mm.convert.budget import Axis, allocate
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.check import check_block, tolerance
-from repa_mm.convert.conversion_report import BlockReport, ConversionReport, Sizes
+from repa_mm.convert.conversion_report import BlockReport, Clock, ConversionReport, Sizes
 from repa_mm.convert.lockstep import Pausing, in_lockstep
 from repa_mm.convert.parts import PretrainedAttention, PretrainedFFN
 from repa_mm.convert.training_form import IdleFFN
@@ -202,8 +202,7 @@ class Conversion:
         """The axes of each part with their errors, costs and gains, for any budget."""
         few, axes = evenly(GAIN_BATCHES, self.batches), {}
         expected = run_batches(self.run, few)
-
-        def meet(part: Pausing, tokens: list) -> None:
+        for part, tokens in self._meetings(evenly(AXES_BATCHES, self.batches), students=False):
             found = part.axes(part.sample(tokens, self.max_tokens, len(axes)))
             axes[part.name] = [axis for axis, _ in found]
             for (axis, function), axis.cost in zip(found, self.costs[part.name]):
@@ -211,8 +210,6 @@ class Conversion:
                 with part.replaced(function):
                     changes = differences(expected, run_batches(self.run, few))
                 axis.gain = sum(changes) / error if error > 0 else 0.0  # nothing is ever lost
-
-        self._in_lockstep(evenly(AXES_BATCHES, self.batches), meet, students=False)
         return axes
 
     @torch.inference_mode(False)
@@ -232,28 +229,22 @@ class Conversion:
         if cfg is not None:
             MODELS.build(cfg.model)  # an error should show before the long fit
         report, fits = ConversionReport(skipped=dict(self.skipped)), {}
-        # Time goes with the parameters of a part, and to passes from one part to the next.
-        numbers = {n: sum(p.numel() for p in part.parameters()) for n, part in self.parts.items()}
-        whole, start = sum(numbers.values()), time.monotonic()
-
-        def meet(part: Pausing, tokens: list) -> Callable:
-            row = BlockReport(part.name, part.sizes, sizes[part.name], self.costs[part.name])
-            function = part.original
-            # Up to the first narrower part there is nothing to make up for.
-            row.changed = row.after != row.before or bool(fits)
-            if row.changed:
-                data = part.sample(tokens, self.max_tokens, len(report.blocks))
-                fit = fits[part.name] = part.fit(data, row.after)
-                function, row.unexplained = fit.function, fit.unexplained
-                row.constant_heads = fit.constant_heads
-            report.blocks.append(row)
-            if progress is not None:
-                done = sum(numbers[block.name] for block in report.blocks) / whole
-                done = (2 * done + len(report.blocks) / len(self.parts)) / 3
-                progress(row, len(self.parts), (time.monotonic() - start) * (1 / done - 1))
-            return function
-
-        self._in_lockstep(self.batches, meet)
+        clock = Clock(self.parts)
+        with ExitStack() as fitted:
+            for part, tokens in self._meetings(self.batches):
+                clock.start_fit()
+                row = BlockReport(part.name, part.sizes, sizes[part.name], self.costs[part.name])
+                # Up to the first narrower part there is nothing to make up for.
+                row.changed = row.after != row.before or bool(fits)
+                if row.changed:
+                    data = part.sample(tokens, self.max_tokens, len(report.blocks))
+                    fit = fits[part.name] = part.fit(data, row.after)
+                    row.unexplained, row.constant_heads = fit.unexplained, fit.constant_heads
+                    fitted.enter_context(part.replaced(fit.function))
+                report.blocks.append(row)
+                left = clock.end_fit(part, row.changed)
+                if progress is not None:
+                    progress(row, len(self.parts), left)
         result = copied(self.original)
         if cfg is not None:
             faster_parts_(result).cfg = self._config(report.sizes)
@@ -277,13 +268,13 @@ class Conversion:
             deploy_(cfg.model)
         return converted_config(cfg, self.original, sizes, self.where, self.idle_ratio)
 
-    def _in_lockstep(self, batches: Sequence, meet: Callable, students: bool = True) -> None:
-        """Call :func:`in_lockstep`, and check that the passes do not disturb each other.
+    def _meetings(self, batches: Sequence, students: bool = True) -> Generator:
+        """Yield as :func:`in_lockstep`, and check that the passes do not disturb each other.
 
         Raises:
             ValueError: If the outputs of the first batch are not those that it has alone.
         """
-        found = tensors(in_lockstep(self.run, batches, meet, students))
+        found = tensors((yield from in_lockstep(self.run, batches, students)))
         if batches[0] is self.batches[0] and found:
             change = relative_error((x.cpu() for x in found), self.outputs)
             if not change <= tolerance(found[0]):
@@ -298,12 +289,9 @@ class Conversion:
         # By the batches, since the rows of a block may be windows, patches or tokens.
         num_images = sum(len(next(iter(tensors(batch)), [batch])) for batch in batches)
         costs = {}
-
-        def meet(part: Pausing, tokens: list) -> None:
+        for part, tokens in self._meetings(batches, students=False):
             every = zip(*(part.macs(*x) for x, _ in tokens))
             costs[part.name] = tuple(sum(macs) / num_images for macs in every)
-
-        self._in_lockstep(batches, meet, students=False)
         return costs
 
     def _first_pass(self) -> list[torch.Tensor]:

@@ -1,6 +1,10 @@
 """What a conversion reports of each block, as a table."""
 
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import torch.nn as nn
 
 #: Sizes of parts, by name: the number of channels of an FFN; of a channel-idle one the number of
 #: active channels and of rows of the matrix that the idle ones merge into; or the dimensions of
@@ -29,6 +33,35 @@ class BlockReport:
             sum(cost * size for cost, size in zip(self.costs, sizes, strict=True)) / 1e9
             for sizes in (self.after, self.before)
         )
+
+
+class Clock:
+    """Estimates the time that the fits still to make take, from the last one of each kind of part.
+
+    A fit takes time with the parameters of its part, and the passes to the next part take as long
+    as those before.
+    """
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        self.left = {n: sum(p.numel() for p in part.parameters()) for n, part in parts.items()}
+        self.parts, self.rates, self.last = parts, {}, time.monotonic()
+
+    def _lap(self) -> float:
+        before, self.last = self.last, time.monotonic()
+        return self.last - before
+
+    def start_fit(self) -> None:
+        """Note that the passes have reached a part."""
+        self.passes = self._lap()
+
+    def end_fit(self, part: nn.Module, changed: bool) -> float:
+        """Note that a part is done, and return the seconds left."""
+        number, seconds = self.left.pop(part.name), self._lap()
+        if changed:
+            self.rates[type(part)] = seconds / number
+        most = max(self.rates.values(), default=0.0)
+        fits = (n * self.rates.get(type(self.parts[k]), most) for k, n in self.left.items())
+        return sum(fits) + self.passes * len(self.left)
 
 
 @dataclass
