@@ -36,7 +36,6 @@ from repa_mm.reparam import (
     fold_norm,
     rounded,
     weight_and_bias,
-    weights64,
 )
 
 
@@ -103,7 +102,7 @@ class JoinedLinear(Scheduled, nn.Linear):
             ValueError: If lambda is not 1, or a branch is not the layer that it was built as.
         """
         self.check_finished()
-        weights, biases = zip(*(weights64(branch, 'a branch') for branch in self.branches))
+        weights, biases = zip(*(weight_and_bias(branch, 'a branch') for branch in self.branches))
         return torch.stack(weights).mean(0), torch.stack(biases).mean(0)
 
 
@@ -181,7 +180,7 @@ class _Parallel(TrainingForm):
         entry, layer = getattr(self, self.entry), getattr(self, self.exit)
         check_dropouts(self)
         like = layer.weight
-        w_out, b_out = weights64(layer, f'its {self.exit}')
+        w_out, b_out = weight_and_bias(layer, f'its {self.exit}')
         w_in, b_in = entry.weights64()
         w_out = self._summed(w_out)
         if self.layer_scale is not None:

@@ -25,7 +25,6 @@ from repa_mm.reparam import (
     double,
     rounded,
     weight_and_bias,
-    weights64,
 )
 
 
@@ -98,7 +97,7 @@ class ExpertLinear(nn.Linear):
         Raises:
             ValueError: If an expert is not the layer that it was built as.
         """
-        weights, biases = zip(*(weights64(expert, 'an expert') for expert in self.experts))
+        weights, biases = zip(*(weight_and_bias(expert, 'an expert') for expert in self.experts))
         return torch.stack(weights).mean(0), torch.stack(biases).mean(0)
 
     @torch.no_grad()

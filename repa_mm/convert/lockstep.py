@@ -103,23 +103,23 @@ def in_lockstep(forward: Callable, batches: Sequence, students: bool = True) -> 
     met = []
     try:
         while True:
-            where = list(dict.fromkeys(p.switch(None) for p in passes))
-            if len(where) > 1:
-                names = ', '.join(repr(s.name) if s else 'the end' for s in where)
+            reached = list(dict.fromkeys(p.switch(None) for p in passes))
+            if len(reached) > 1:
+                names = ', '.join(repr(s.name) if s else 'the end' for s in reached)
                 raise ValueError(
                     'the forward pass must reach the same blocks in the same order for all '
                     f'batches, but at one point some are at {names}'
                 )
-            if where[0] is None:
+            if reached[0] is None:
                 return outputs[0]
-            if where[0] in met:
+            if reached[0] in met:
                 raise ValueError(
-                    f'{where[0].name!r} runs more than once in a forward pass, but can '
+                    f'{reached[0].name!r} runs more than once in a forward pass, but can '
                     'be fitted to one of its inputs only: give another module in where'
                 )
-            met.append(where[0])
+            met.append(reached[0])
             pairs = zip(others or teachers, teachers)
-            yield where[0], [(student.inputs, teacher.inputs) for student, teacher in pairs]
+            yield reached[0], [(student.inputs, teacher.inputs) for student, teacher in pairs]
     finally:
         for p in passes:
             if p:  # unfinished: throw() ends it

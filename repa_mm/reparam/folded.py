@@ -245,7 +245,7 @@ def is_worth(ffn: nn.Module, num_tokens: int) -> bool:
     return num_tokens * of_tokens + of_weights < literal
 
 
-def folds(ffn: nn.Module, num_tokens: int) -> bool:
+def trains_folded(ffn: nn.Module, num_tokens: int) -> bool:
     """Return True if an FFN in training mode computes so many tokens by folded training."""
     path = ffn.training_path
     if path == 'literal' or not is_foldable(ffn):

@@ -56,8 +56,8 @@ class Form(nn.Module):
                 f'the model has a {self.label} in its {form} form at {name!r}, and the checkpoint '
                 f'is of something else there: it {" and ".join(differences)}. {hint}'
             )
-        for key, value in own.items():  # in int8, some are types
-            if torch.is_tensor(value) and weights.get(key, value).shape != value.shape:
+        for key, value in own.items():
+            if weights.get(key, value).shape != value.shape:
                 raise CheckpointError(
                     f'{name}.{key} has shape {tuple(weights[key].shape)} in the checkpoint and '
                     f'{tuple(value.shape)} in the model: they differ in architecture or idle ratio'
@@ -239,16 +239,16 @@ def _checked(merge: Callable) -> Callable:
             _check_whole(self)
             check_finite(self)
             merged = merge(self)
-            if _parts(merged) & _parts(self):  # training must not change the deploy form
+            if _contents(merged) & _contents(self):  # training must not change the deploy form
                 merged = copied(merged)
         return merged.train(self.training)
 
     return wrapped
 
 
-def _parts(module: nn.Module) -> set[int]:
+def _contents(module: nn.Module) -> set[int]:
     """Return the ids of all modules, parameters and buffers."""
-    return {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
+    return {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers())}
 
 
 def _check_whole(form: TrainingForm) -> None:
