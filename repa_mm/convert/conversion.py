@@ -3,7 +3,7 @@
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property, partial
 
@@ -27,7 +27,7 @@ from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.check import check_block, tolerance
 from repa_mm.convert.conversion_report import BlockReport, Clock, ConversionReport, Sizes
 from repa_mm.convert.lockstep import Pausing, in_lockstep
-from repa_mm.convert.parts import PretrainedAttention, PretrainedFFN
+from repa_mm.convert.parts import FittedPart, PretrainedAttention, PretrainedFFN
 from repa_mm.convert.training_form import IdleFFN
 from repa_mm.faster import faster_parts_
 from repa_mm.models.sites import FFNSite, attention_sites, ffn_sites
@@ -228,23 +228,13 @@ class Conversion:
         cfg = self._config(sizes)
         if cfg is not None:
             MODELS.build(cfg.model)  # an error should show before the long fit
-        report, fits = ConversionReport(skipped=dict(self.skipped)), {}
-        clock = Clock(self.parts)
-        with ExitStack() as fitted:
-            for part, tokens in self._meetings(self.batches):
-                clock.start_fit()
-                row = BlockReport(part.name, part.sizes, sizes[part.name], self.costs[part.name])
-                # Up to the first narrower part there is nothing to make up for.
-                row.changed = row.after != row.before or bool(fits)
-                if row.changed:
-                    data = part.sample(tokens, self.max_tokens, len(report.blocks))
-                    fit = fits[part.name] = part.fit(data, row.after)
-                    row.unexplained, row.constant_heads = fit.unexplained, fit.constant_heads
-                    fitted.enter_context(part.replaced(fit.function))
-                report.blocks.append(row)
-                left = clock.end_fit(part, row.changed)
-                if progress is not None:
-                    progress(row, len(self.parts), left)
+        report, fits, clock = ConversionReport(skipped=dict(self.skipped)), {}, Clock(self.parts)
+        for row, fit in self._fits(sizes, clock):
+            report.blocks.append(row)
+            if fit is not None:
+                fits[row.name] = fit
+            if progress is not None:
+                progress(row, len(self.parts), clock.left(row.name))
         result = copied(self.original)
         if cfg is not None:
             faster_parts_(result).cfg = self._config(report.sizes)
@@ -258,6 +248,21 @@ class Conversion:
         after = run_batches(partial(self.forward, tested), held_out)
         report.differences = differences(run_batches(self.run, held_out), after)
         return result, report
+
+    def _fits(self, sizes: Sizes, clock: Clock) -> Iterator[tuple[BlockReport, FittedPart | None]]:
+        """Fit one part after the other, each given those before."""
+        fit = None
+        with ExitStack() as fitted:
+            for i, (part, tokens) in enumerate(self._meetings(self.batches)):
+                clock.start()
+                row = BlockReport(part.name, part.sizes, sizes[part.name], self.costs[part.name])
+                # Up to the first narrower part there is nothing to make up for.
+                if row.after != row.before or fit is not None:
+                    fit = part.fit(part.sample(tokens, self.max_tokens, i), row.after)
+                    row.changed, row.unexplained = True, fit.unexplained
+                    row.constant_heads = fit.constant_heads
+                    fitted.enter_context(part.replaced(fit.function))
+                yield row, fit
 
     def _config(self, sizes: Sizes) -> Config | None:
         """Return the config of the model with these sizes, or None if the original has none."""

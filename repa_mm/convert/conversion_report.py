@@ -38,30 +38,28 @@ class BlockReport:
 class Clock:
     """Estimates the time that the fits still to make take, from the last one of each kind of part.
 
-    A fit takes time with the parameters of its part, and the passes to the next part take as long
-    as those before.
+    A fit takes time with the parameters of its part. The passes to the next part take as long as
+    those to the last one.
     """
 
     def __init__(self, parts: Mapping[str, nn.Module]) -> None:
-        self.left = {n: sum(p.numel() for p in part.parameters()) for n, part in parts.items()}
-        self.parts, self.rates, self.last = parts, {}, time.monotonic()
+        self.numbers = {
+            name: (type(part), sum(p.numel() for p in part.parameters()))
+            for name, part in parts.items()
+        }
+        self.rates, self.last = {}, time.monotonic()
 
-    def _lap(self) -> float:
-        before, self.last = self.last, time.monotonic()
-        return self.last - before
+    def start(self) -> None:
+        """Note that the passes have reached the next part."""
+        self.reached = time.monotonic()
 
-    def start_fit(self) -> None:
-        """Note that the passes have reached a part."""
-        self.passes = self._lap()
-
-    def end_fit(self, part: nn.Module, changed: bool) -> float:
-        """Note that a part is done, and return the seconds left."""
-        number, seconds = self.left.pop(part.name), self._lap()
-        if changed:
-            self.rates[type(part)] = seconds / number
-        most = max(self.rates.values(), default=0.0)
-        fits = (n * self.rates.get(type(self.parts[k]), most) for k, n in self.left.items())
-        return sum(fits) + self.passes * len(self.left)
+    def left(self, name: str) -> float:
+        """Return the seconds left after the fit of a part."""
+        (kind, number), passes = self.numbers.pop(name), self.reached - self.last
+        self.last = time.monotonic()
+        self.rates[kind] = (self.last - self.reached) / number
+        most = max(self.rates.values())
+        return sum(passes + n * self.rates.get(k, most) for k, n in self.numbers.values())
 
 
 @dataclass
