@@ -95,7 +95,7 @@ class JoinedLinear(Scheduled, nn.Linear):
         for branch, (weight, bias) in zip(self.branches, layers, strict=True):
             copy_matrix_(branch, weight, bias)
 
-    def weights64(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return, in float64, what :meth:`mean` returns.
 
         Raises:
@@ -181,7 +181,7 @@ class _Parallel(TrainingForm):
         check_dropouts(self)
         like = layer.weight
         w_out, b_out = weight_and_bias(layer, f'its {self.exit}')
-        w_in, b_in = entry.weights64()
+        w_in, b_in = entry.weight_and_bias()
         w_out = self._summed(w_out)
         if self.layer_scale is not None:
             scale = double(self.layer_scale)

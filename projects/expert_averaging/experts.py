@@ -91,7 +91,7 @@ class ExpertLinear(nn.Linear):
         for e, expert in enumerate(self.experts):
             copy_matrix_(expert, *layers[e % len(layers)])
 
-    def weights64(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean weight and bias in float64.
 
         Raises:
@@ -200,8 +200,8 @@ class ExpertsFFN(TrainingForm):
                 self.embed_dims, self.feedforward_channels, copy.deepcopy(self.act)
             )
         like = self.fc1.experts[0].weight
-        w_in, b_in = self.fc1.weights64()
-        weight, bias = self.fc2.weights64()
+        w_in, b_in = self.fc1.weight_and_bias()
+        weight, bias = self.fc2.weight_and_bias()
         if self.layer_scale is not None:
             scale = double(self.layer_scale)
             weight, bias = scale[:, None] * weight, scale * bias

@@ -142,28 +142,32 @@ class WithStructures:
         # Only once, as in MMEngine's modules: weights may have been loaded or trained since.
         if self._is_init:
             return
-        source = Source(self)
-        is_ordinary = self._takes_ordinary(source)
-        model = self._ordinary() if is_ordinary else self
-        model.init_cfg = source.others
-        if is_ordinary:
+        cfgs, others = split_init_cfg(self)
+        files = [WeightsFile(cfg, hasattr(self, 'backbone')) for cfg in cfgs]
+        found, model = [file.weights_of(self)[0] for file in files], self
+        if self._takes_ordinary(found):
+            model = self._ordinary()
+            found = [file.weights_of(model)[0] for file in files]
+        model.init_cfg = others[0] if others and len(others) == 1 else others  # some take a dict
+        if model is not self:
             model.init_weights()
         elif not has_deploy_form(self):  # where modules that the class initializes are gone
             super().init_weights()
-        source.load_(model)
-        if is_ordinary:
+        for file, weights in zip(files, found):
+            load_weights(model, weights, file.path, start=True)
+        if model is not self:
             self.fill(model)
         self._is_init = True
         self._warn_of_fresh_statistics()
 
-    def _takes_ordinary(self, source: 'Source') -> bool:
+    def _takes_ordinary(self, found: list[dict]) -> bool:
         """Return True if pretrained weights, in files or of a part, are the ordinary model's."""
         name, form = next(outermost(self, TrainingForm), ('', None))
         if form is None or has_deploy_form(self):  # None: ordinary FFNs of other widths
             return False
-        if not source.files:
+        if not found:
             return any(split_init_cfg(module)[0] for module in self.modules())
-        start, weights = f'{name}.', source.weights_of(self)[0]
+        start, weights = f'{name}.', found[0]
         return not form.owns({k[len(start) :]: None for k in weights if k.startswith(start)})
 
     def _ordinary(self) -> nn.Module:
@@ -172,7 +176,9 @@ class WithStructures:
         for structure, placed in self.placed:
             sites = {site.name: site for site in structure.sites(ordinary)}
             for source in (one for name in placed for one in structure.sources(self, name)):
-                sites[source].require(type(self).__name__)
+                check = partial(check_ordinary, complete=True)
+                module = sites[source].module
+                module._register_load_state_dict_pre_hook(check, with_module=True)
         return ordinary
 
     def _warn_of_fresh_statistics(self) -> None:
@@ -215,27 +221,6 @@ class WithStructures:
                 for norm in module.batch_norms():
                     norm.eval()
         return self  # mmpretrain's backbones return None
-
-
-class Source:
-    """What the ``init_cfg`` of a model names: files of weights, and ``others`` to apply before."""
-
-    def __init__(self, model: nn.Module) -> None:
-        cfgs, others = split_init_cfg(model)
-        self.others = others[0] if others and len(others) == 1 else others  # some take a dict
-        self.files = [WeightsFile(cfg, hasattr(model, 'backbone')) for cfg in cfgs]
-        self._found: dict[nn.Module, list[dict]] = {}
-
-    def weights_of(self, model: nn.Module) -> list[dict]:
-        """Return the weights of each file under the names of a model."""
-        if model not in self._found:
-            self._found[model] = [file.weights_of(model)[0] for file in self.files]
-        return self._found[model]
-
-    def load_(self, model: nn.Module) -> None:
-        """Load the files into a model, in place."""
-        for file, weights in zip(self.files, self.weights_of(model)):
-            load_weights(model, weights, file.path, start=True)
 
 
 def _ordinary_class(kind: type) -> type:

@@ -22,7 +22,7 @@ from repa_mm.faster.narrow_attention import (
     input_layer,
 )
 from repa_mm.models.families import FAMILIES, Family, full_name
-from repa_mm.reparam import AttentionParts, CheckpointError, FFNParts, TrainingForm, double
+from repa_mm.reparam import AttentionParts, FFNParts, TrainingForm, double
 from repa_mm.surgery import become_, has_stock_forward
 
 
@@ -80,27 +80,6 @@ class Site:
         form.to(next(self.module.parameters())).train(self.block.training)
         if not any(p.requires_grad for p in ordinary):
             form.requires_grad_(False)
-
-    def required(self) -> set[str]:
-        """Return the names in the block of the weights that a checkpoint needs to fill a form."""
-        parts = [p.parameters() if isinstance(p, nn.Module) else [p] for p in self.parts()]
-        ids = {id(parameter) for part in parts for parameter in part}
-        return {name for name, p in self.block.named_parameters() if id(p) in ids}
-
-    def require(self, model: str) -> None:
-        """Make the block refuse checkpoints that lack one of the :meth:`required` weights."""
-        names = sorted(self.required())
-
-        def check(state_dict: dict, prefix: str, *args) -> None:
-            lacking = [name for name in names if f'{prefix}{name}' not in state_dict]
-            if lacking:
-                raise CheckpointError(
-                    f'the pretrained weights lack {lacking[0]!r} of {self.block_name!r}: they are '
-                    f'neither those of this {model} in its training form, nor those of the '
-                    'ordinary model that fills it. A reparameterized checkpoint needs deploy=True'
-                )
-
-        self.block._register_load_state_dict_pre_hook(check)
 
 
 def _check_stock(module: nn.Module, what: str, *kinds: type) -> None:

@@ -94,26 +94,30 @@ def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '', *args
             )
 
 
-def check_ordinary(module: nn.Module, state_dict: dict, prefix: str, *args) -> None:
+def check_ordinary(
+    module: nn.Module, state_dict: dict, prefix: str, *args, complete: bool = False
+) -> None:
     """Raise a :class:`CheckpointError` if weights are not those of an ordinary module.
 
     The signature fits a ``load_state_dict`` pre-hook. Non-strict loading would ignore the weights
-    of a form and weights of other widths, and keep the module's own.
+    of a form and weights of other widths, and keep the module's own. If ``complete``, none of the
+    module's weights may be missing.
     """
-    own = module.state_dict()
+    own = {k: v for k, v in module.state_dict().items() if 'relative_' not in k}
+    differences = [f'it lacks {k!r}' for k in own if complete and f'{prefix}{k}' not in state_dict]
     for key, value in state_dict.items():
         name = key.removeprefix(prefix)
         if not key.startswith(prefix) or 'relative_' in name:  # tables, which hosts resize
             continue
-        found = f'it has {name!r}'
-        if name in own:
-            if value.shape == own[name].shape:
-                continue
-            found = f'{key} is {tuple(value.shape)}, and not {tuple(own[name].shape)}'
+        if name not in own:
+            differences.append(f'it has {name!r}')
+        elif value.shape != own[name].shape:
+            differences.append(f'{key} is {(*value.shape,)}, and not {(*own[name].shape,)}')
+    if differences:
         raise CheckpointError(
             f'the model has an ordinary {type(module).__name__} at {prefix[:-1]!r}, and the '
-            f'checkpoint is of something else there: {found}. The structures must be those of the '
-            'checkpoint'
+            f'checkpoint is of something else there: {differences[0]}. The structures must be '
+            'those of the checkpoint, and a reparameterized checkpoint needs deploy=True'
         )
 
 
