@@ -103,9 +103,9 @@ setup(
     install_requires=['numpy', 'torch>=2.1'],
     extras_require={
         'demo': ['scikit-image', 'scikit-learn'],
-        'deploy': ['onnx', 'onnxruntime', 'scipy'],
-        'quantize': ['nncf', 'onnx', 'onnxruntime', 'openvino', 'scipy'],
-        'speed_up': ['greenlet', 'nncf', 'onnx', 'onnxruntime', 'openvino', 'scipy'],
+        'deploy': ['onnx', 'onnxruntime'],
+        'quantize': ['nncf', 'onnx', 'onnxruntime', 'openvino'],
+        'speed_up': ['greenlet', 'nncf', 'onnx', 'onnxruntime', 'openvino'],
         'tests': ['hypothesis', 'pytest', 'scikit-image', 'scikit-learn'],
     },
     cmdclass={'build_py': BuildPy, 'develop': Develop},

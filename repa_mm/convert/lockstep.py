@@ -23,10 +23,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from repa_mm.io.extras import of_extra
-
-with of_extra():
+try:
     from greenlet import getcurrent, greenlet
+except ImportError as error:
+    raise ImportError(f'{error}: pip install -e ".[speed_up]" installs it') from error
 
 
 class Pausing(nn.Module):

@@ -9,11 +9,6 @@ from mmengine.structures import BaseDataElement, InstanceData, PixelData
 from torch.nn.utils.rnn import pad_sequence
 from torchvision.ops import box_iou
 
-from repa_mm.io.extras import of_extra
-
-with of_extra():
-    from scipy.optimize import linear_sum_assignment
-
 #: Two objects are the same one from this intersection over union on.
 MIN_IOU = 0.75
 
@@ -168,6 +163,8 @@ def _objects(a: InstanceData, b: InstanceData, strict: bool) -> tuple:
             overlaps = torch.minimum(overlaps, of_masks) if b.bboxes.any() else of_masks
         fits &= overlaps >= MIN_IOU
     products = (fits * one[:, None] * other).nan_to_num()
+    from scipy.optimize import linear_sum_assignment  # which MMDetection brings along
+
     pairs = linear_sum_assignment(products.numpy(), maximize=True)
     return products[pairs].sum(), (one**2).sum(), (other**2).sum()
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn as nn
 from mmengine.logging import print_log
 from mmengine.registry import MODELS
+from mmengine.runner.checkpoint import load_state_dict
 
 from repa_mm.faster.tracing import pad_any_size_, swap_faster_attention_
 from repa_mm.io.checkpoints import load_weights, split_init_cfg
@@ -144,30 +145,33 @@ class WithStructures:
             return
         cfgs, others = split_init_cfg(self)
         files = [WeightsFile(cfg, hasattr(self, 'backbone')) for cfg in cfgs]
-        found, model = [file.weights_of(self)[0] for file in files], self
+        found, model = [file.weights_of(self) for file in files], self
         if self._takes_ordinary(found):
             model = self._ordinary()
-            found = [file.weights_of(model)[0] for file in files]
+            found = [file.weights_of(model) for file in files]
         model.init_cfg = others[0] if others and len(others) == 1 else others  # some take a dict
         if model is not self:
             model.init_weights()
         elif not has_deploy_form(self):  # where modules that the class initializes are gone
             super().init_weights()
-        for file, weights in zip(files, found):
-            load_weights(model, weights, file.path, start=True)
+        for file, (weights, is_translated) in zip(files, found):
+            if model is self or is_translated:
+                load_weights(model, weights, file.path, start=True)
+            else:
+                load_state_dict(model, weights, logger='current')
         if model is not self:
             self.fill(model)
         self._is_init = True
         self._warn_of_fresh_statistics()
 
-    def _takes_ordinary(self, found: list[dict]) -> bool:
+    def _takes_ordinary(self, found: list[tuple[dict, bool]]) -> bool:
         """Return True if pretrained weights, in files or of a part, are the ordinary model's."""
         name, form = next(outermost(self, TrainingForm), ('', None))
         if form is None or has_deploy_form(self):  # None: ordinary FFNs of other widths
             return False
         if not found:
             return any(split_init_cfg(module)[0] for module in self.modules())
-        start, weights = f'{name}.', found[0]
+        start, (weights, _) = f'{name}.', found[0]
         return not form.owns({k[len(start) :]: None for k in weights if k.startswith(start)})
 
     def _ordinary(self) -> nn.Module:
@@ -176,9 +180,9 @@ class WithStructures:
         for structure, placed in self.placed:
             sites = {site.name: site for site in structure.sites(ordinary)}
             for source in (one for name in placed for one in structure.sources(self, name)):
-                check = partial(check_ordinary, complete=True)
-                module = sites[source].module
-                module._register_load_state_dict_pre_hook(check, with_module=True)
+                site, check = sites[source], partial(check_ordinary, complete=True)
+                for module in (site.module, getattr(site, 'norm', nn.Identity())):
+                    module._register_load_state_dict_pre_hook(check, with_module=True)
         return ordinary
 
     def _warn_of_fresh_statistics(self) -> None:
