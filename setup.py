@@ -100,11 +100,12 @@ setup(
     # MMCV and MMEngine are not required here: the packages of OpenMMLab and of OneDL install the
     # same modules, so that naming one would overwrite the other. `import repa_mm` checks what is
     # installed.
-    install_requires=['greenlet', 'numpy', 'scipy', 'torch>=2.1'],
+    install_requires=['numpy', 'torch>=2.1'],
     extras_require={
         'demo': ['scikit-image', 'scikit-learn'],
         'deploy': ['onnx', 'onnxruntime'],
         'quantize': ['nncf', 'onnx', 'onnxruntime', 'openvino'],
+        'speed_up': ['greenlet', 'nncf', 'onnx', 'onnxruntime', 'openvino'],
         'tests': ['hypothesis', 'pytest', 'scikit-image', 'scikit-learn'],
     },
     cmdclass={'build_py': BuildPy, 'develop': Develop},

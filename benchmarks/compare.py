@@ -23,6 +23,7 @@ import csv
 import datetime
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -87,25 +88,20 @@ def compressed(
 
     if name == 'VBP':  # ranks the channels of all FFNs together, on the original model
         scores, costs = [], []
-
-        def score(part, tokens: list) -> None:
+        for part, tokens in in_lockstep(conversion.run, batches, students=False):
             u, _ = sample(part, tokens)
             moments = statistics(Weights(*part.ffn.fold(), part.ffn.act), u).moments
             scores.append(moments.mean_and_covariance()[1].diagonal())
             costs.append(sum(inputs[0].numel() for inputs, _ in tokens))
-
-        in_lockstep(conversion.run, batches, score, students=False)
         budget = sum(cost * width for cost, width in zip(costs, widths.values()))
         widths = dict(zip(widths, shared_widths(scores, costs, budget)))
     ends = {}
-
-    def meet(part, tokens: list) -> Callable:
-        weights = Weights(*part.ffn.fold(), part.ffn.act)
-        found = METHODS[name](weights, *sample(part, tokens), widths[part.name])
-        ends[part.name] = Fitted(part.ffn.norm1, part.ffn.act, found)
-        return ends[part.name]
-
-    in_lockstep(conversion.run, batches, meet)
+    with ExitStack() as fitted:
+        for part, tokens in in_lockstep(conversion.run, batches):
+            weights = Weights(*part.ffn.fold(), part.ffn.act)
+            found = METHODS[name](weights, *sample(part, tokens), widths[part.name])
+            ends[part.name] = Fitted(part.ffn.norm1, part.ffn.act, found)
+            fitted.enter_context(part.replaced(ends[part.name]))
     for block, part in conversion.parts.items():
         setattr(part.site.block, part.site.path, ends[block])
     return conversion.model

@@ -71,6 +71,7 @@ for registry, name in (
 ):
     assert registry.get(name), name
 assert 'convert_pretrained' in repa_mm.__all__
+check_raises(lambda: repa_mm.convert_pretrained, 'pip install -e ".[speed_up]"')
 # MMPretrain itself imports MMDetection.
 assert 'mmseg' not in sys.modules
 

@@ -38,8 +38,8 @@ def main() -> None:
 
     def progress(part, number: int, seconds: float) -> None:
         what = f'{part.unexplained:.2%} of the variance is unexplained'
-        left = f'about {seconds / 60:.0f} min left'
-        print(f'{next(steps)}/{number} {part.name}: {what}, {left}', flush=True)
+        left = f'{seconds:.0f} s' if seconds < 60 else f'{seconds / 60:.0f} min'
+        print(f'{next(steps)}/{number} {part.name}: {what}, about {left} left', flush=True)
 
     with readable_errors():
         result = convert_checkpoint(**args, progress=progress)

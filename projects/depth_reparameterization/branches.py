@@ -36,7 +36,6 @@ from repa_mm.reparam import (
     fold_norm,
     rounded,
     weight_and_bias,
-    weights64,
 )
 
 
@@ -96,14 +95,14 @@ class JoinedLinear(Scheduled, nn.Linear):
         for branch, (weight, bias) in zip(self.branches, layers, strict=True):
             copy_matrix_(branch, weight, bias)
 
-    def weights64(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return, in float64, what :meth:`mean` returns.
 
         Raises:
             ValueError: If lambda is not 1, or a branch is not the layer that it was built as.
         """
         self.check_finished()
-        weights, biases = zip(*(weights64(branch, 'a branch') for branch in self.branches))
+        weights, biases = zip(*(weight_and_bias(branch, 'a branch') for branch in self.branches))
         return torch.stack(weights).mean(0), torch.stack(biases).mean(0)
 
 
@@ -181,8 +180,8 @@ class _Parallel(TrainingForm):
         entry, layer = getattr(self, self.entry), getattr(self, self.exit)
         check_dropouts(self)
         like = layer.weight
-        w_out, b_out = weights64(layer, f'its {self.exit}')
-        w_in, b_in = entry.weights64()
+        w_out, b_out = weight_and_bias(layer, f'its {self.exit}')
+        w_in, b_in = entry.weight_and_bias()
         w_out = self._summed(w_out)
         if self.layer_scale is not None:
             scale = double(self.layer_scale)

@@ -25,7 +25,6 @@ from repa_mm.reparam import (
     double,
     rounded,
     weight_and_bias,
-    weights64,
 )
 
 
@@ -92,13 +91,13 @@ class ExpertLinear(nn.Linear):
         for e, expert in enumerate(self.experts):
             copy_matrix_(expert, *layers[e % len(layers)])
 
-    def weights64(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def weight_and_bias(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the mean weight and bias in float64.
 
         Raises:
             ValueError: If an expert is not the layer that it was built as.
         """
-        weights, biases = zip(*(weights64(expert, 'an expert') for expert in self.experts))
+        weights, biases = zip(*(weight_and_bias(expert, 'an expert') for expert in self.experts))
         return torch.stack(weights).mean(0), torch.stack(biases).mean(0)
 
     @torch.no_grad()
@@ -201,8 +200,8 @@ class ExpertsFFN(TrainingForm):
                 self.embed_dims, self.feedforward_channels, copy.deepcopy(self.act)
             )
         like = self.fc1.experts[0].weight
-        w_in, b_in = self.fc1.weights64()
-        weight, bias = self.fc2.weights64()
+        w_in, b_in = self.fc1.weight_and_bias()
+        weight, bias = self.fc2.weight_and_bias()
         if self.layer_scale is not None:
             scale = double(self.layer_scale)
             weight, bias = scale[:, None] * weight, scale * bias

@@ -16,7 +16,6 @@ from repa_mm.reparam import (
     fold_norm,
     num_active_channels,
     weight_and_bias,
-    weights64,
 )
 
 
@@ -85,7 +84,7 @@ class LinearPathFFN(ChannelIdleFFN):
 
     def fold(self) -> FoldedFFN:
         folded = super().fold()
-        w, b = weights64(self.linear, 'its linear path')
+        w, b = weight_and_bias(self.linear, 'its linear path')
         s, t = batch_norm_affine(self.norm1, w)
         w, b = w * s, b + w @ t
         if self.layer_scale is not None:

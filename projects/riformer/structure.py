@@ -22,10 +22,6 @@ class MixerSite(Site):
         self.block.norm_reparam = form
         return f'{name}.norm_reparam'
 
-    def required(self) -> set[str]:
-        """Those of the norm: a PoolFormer has no affine maps."""
-        return {'norm1.weight', 'norm1.bias'}
-
 
 @STRUCTURES.register_module()
 class AffineMixers(Structure):

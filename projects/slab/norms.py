@@ -27,7 +27,6 @@ from repa_mm.reparam import (
     is_batch_norm,
     rounded,
     weight_and_bias,
-    weights64,
 )
 
 
@@ -190,7 +189,7 @@ class NormedLinear(TrainingForm):
                 ``nn.Linear``.
         """
         linear = self.linear
-        weight, own = weights64(linear, 'its linear layer')
+        weight, own = weight_and_bias(linear, 'its linear layer')
         s, t = self.norm.affine()
         with torch.device('meta'):
             merged = MergedLinear(linear.in_features, linear.out_features)

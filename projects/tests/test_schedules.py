@@ -10,7 +10,7 @@ from mmengine.model import BaseModel
 from mmengine.registry import MODELS
 
 from projects.schedules import Scheduled, set_lam_
-from repa_mm.reparam import DeployForm, TrainingForm, reparameterize, weights64
+from repa_mm.reparam import DeployForm, TrainingForm, reparameterize, weight_and_bias
 from tests.shared import form_tests
 from tests.test_reparam.test_forms import C, make  # noqa: F401
 from tests.toy import KeepLogits, Transpose, distributed, make_runner  # noqa: F401
@@ -36,7 +36,7 @@ class Fading(Scheduled, TrainingForm):
 
     def merge(self):
         self.check_finished()
-        weight, bias = weights64(self.fc, 'its layer')
+        weight, bias = weight_and_bias(self.fc, 'its layer')
         merged = Faded(len(bias)).to(self.fc.weight)
         merged.layer.weight.copy_(weight)
         merged.layer.bias.copy_(bias)

@@ -1,10 +1,10 @@
 """Narrowing the FFNs and attention heads of a pretrained model."""
 
 import copy
-import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import cached_property, partial
 
 import torch
@@ -25,9 +25,9 @@ from repa_mm.apis.models import deploy_
 from repa_mm.convert.budget import Axis, allocate
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.check import check_block, tolerance
-from repa_mm.convert.conversion_report import BlockReport, ConversionReport, Sizes
+from repa_mm.convert.conversion_report import BlockReport, Clock, ConversionReport, Sizes
 from repa_mm.convert.lockstep import Pausing, in_lockstep
-from repa_mm.convert.parts import PretrainedAttention, PretrainedFFN
+from repa_mm.convert.parts import FittedPart, PretrainedAttention, PretrainedFFN
 from repa_mm.convert.training_form import IdleFFN
 from repa_mm.faster import faster_parts_
 from repa_mm.models.sites import FFNSite, attention_sites, ffn_sites
@@ -202,8 +202,7 @@ class Conversion:
         """The axes of each part with their errors, costs and gains, for any budget."""
         few, axes = evenly(GAIN_BATCHES, self.batches), {}
         expected = run_batches(self.run, few)
-
-        def meet(part: Pausing, tokens: list) -> None:
+        for part, tokens in self._meetings(evenly(AXES_BATCHES, self.batches), students=False):
             found = part.axes(part.sample(tokens, self.max_tokens, len(axes)))
             axes[part.name] = [axis for axis, _ in found]
             for (axis, function), axis.cost in zip(found, self.costs[part.name]):
@@ -211,8 +210,6 @@ class Conversion:
                 with part.replaced(function):
                     changes = differences(expected, run_batches(self.run, few))
                 axis.gain = sum(changes) / error if error > 0 else 0.0  # nothing is ever lost
-
-        self._in_lockstep(evenly(AXES_BATCHES, self.batches), meet, students=False)
         return axes
 
     @torch.inference_mode(False)
@@ -231,29 +228,13 @@ class Conversion:
         cfg = self._config(sizes)
         if cfg is not None:
             MODELS.build(cfg.model)  # an error should show before the long fit
-        report, fits = ConversionReport(skipped=dict(self.skipped)), {}
-        # Time goes with the parameters of a part, and to passes from one part to the next.
-        numbers = {n: sum(p.numel() for p in part.parameters()) for n, part in self.parts.items()}
-        whole, start = sum(numbers.values()), time.monotonic()
-
-        def meet(part: Pausing, tokens: list) -> Callable:
-            row = BlockReport(part.name, part.sizes, sizes[part.name], self.costs[part.name])
-            function = part.original
-            # Up to the first narrower part there is nothing to make up for.
-            row.changed = row.after != row.before or bool(fits)
-            if row.changed:
-                data = part.sample(tokens, self.max_tokens, len(report.blocks))
-                fit = fits[part.name] = part.fit(data, row.after)
-                function, row.unexplained = fit.function, fit.unexplained
-                row.constant_heads = fit.constant_heads
+        report, fits, clock = ConversionReport(skipped=dict(self.skipped)), {}, Clock(self.parts)
+        for row, fit in self._fits(sizes, clock):
             report.blocks.append(row)
+            if fit is not None:
+                fits[row.name] = fit
             if progress is not None:
-                done = sum(numbers[block.name] for block in report.blocks) / whole
-                done = (2 * done + len(report.blocks) / len(self.parts)) / 3
-                progress(row, len(self.parts), (time.monotonic() - start) * (1 / done - 1))
-            return function
-
-        self._in_lockstep(self.batches, meet)
+                progress(row, len(self.parts), clock.left(row.name))
         result = copied(self.original)
         if cfg is not None:
             faster_parts_(result).cfg = self._config(report.sizes)
@@ -268,6 +249,21 @@ class Conversion:
         report.differences = differences(run_batches(self.run, held_out), after)
         return result, report
 
+    def _fits(self, sizes: Sizes, clock: Clock) -> Iterator[tuple[BlockReport, FittedPart | None]]:
+        """Fit one part after the other, each given those before."""
+        fit = None
+        with ExitStack() as fitted:
+            for i, (part, tokens) in enumerate(self._meetings(self.batches)):
+                clock.start()
+                row = BlockReport(part.name, part.sizes, sizes[part.name], self.costs[part.name])
+                # Up to the first narrower part there is nothing to make up for.
+                if row.after != row.before or fit is not None:
+                    fit = part.fit(part.sample(tokens, self.max_tokens, i), row.after)
+                    row.changed, row.unexplained = True, fit.unexplained
+                    row.constant_heads = fit.constant_heads
+                    fitted.enter_context(part.replaced(fit.function))
+                yield row, fit
+
     def _config(self, sizes: Sizes) -> Config | None:
         """Return the config of the model with these sizes, or None if the original has none."""
         cfg = copy.deepcopy(getattr(self.original, 'cfg', None))
@@ -277,13 +273,13 @@ class Conversion:
             deploy_(cfg.model)
         return converted_config(cfg, self.original, sizes, self.where, self.idle_ratio)
 
-    def _in_lockstep(self, batches: Sequence, meet: Callable, students: bool = True) -> None:
-        """Call :func:`in_lockstep`, and check that the passes do not disturb each other.
+    def _meetings(self, batches: Sequence, students: bool = True) -> Generator:
+        """Yield as :func:`in_lockstep`, and check that the passes do not disturb each other.
 
         Raises:
             ValueError: If the outputs of the first batch are not those that it has alone.
         """
-        found = tensors(in_lockstep(self.run, batches, meet, students))
+        found = tensors((yield from in_lockstep(self.run, batches, students)))
         if batches[0] is self.batches[0] and found:
             change = relative_error((x.cpu() for x in found), self.outputs)
             if not change <= tolerance(found[0]):
@@ -298,12 +294,9 @@ class Conversion:
         # By the batches, since the rows of a block may be windows, patches or tokens.
         num_images = sum(len(next(iter(tensors(batch)), [batch])) for batch in batches)
         costs = {}
-
-        def meet(part: Pausing, tokens: list) -> None:
+        for part, tokens in self._meetings(batches, students=False):
             every = zip(*(part.macs(*x) for x, _ in tokens))
             costs[part.name] = tuple(sum(macs) / num_images for macs in every)
-
-        self._in_lockstep(batches, meet, students=False)
         return costs
 
     def _first_pass(self) -> list[torch.Tensor]:

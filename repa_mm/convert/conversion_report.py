@@ -1,6 +1,10 @@
 """What a conversion reports of each block, as a table."""
 
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+import torch.nn as nn
 
 #: Sizes of parts, by name: the number of channels of an FFN; of a channel-idle one the number of
 #: active channels and of rows of the matrix that the idle ones merge into; or the dimensions of
@@ -29,6 +33,33 @@ class BlockReport:
             sum(cost * size for cost, size in zip(self.costs, sizes, strict=True)) / 1e9
             for sizes in (self.after, self.before)
         )
+
+
+class Clock:
+    """Estimates the time that the fits still to make take, from the last one of each kind of part.
+
+    A fit takes time with the parameters of its part. The passes to the next part take as long as
+    those to the last one.
+    """
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        self.numbers = {
+            name: (type(part), sum(p.numel() for p in part.parameters()))
+            for name, part in parts.items()
+        }
+        self.rates, self.last = {}, time.monotonic()
+
+    def start(self) -> None:
+        """Note that the passes have reached the next part."""
+        self.reached = time.monotonic()
+
+    def left(self, name: str) -> float:
+        """Return the seconds left after the fit of a part."""
+        (kind, number), passes = self.numbers.pop(name), self.reached - self.last
+        self.last = time.monotonic()
+        self.rates[kind] = (self.last - self.reached) / number
+        most = max(self.rates.values())
+        return sum(passes + n * self.rates.get(k, most) for k, n in self.numbers.values())
 
 
 @dataclass

@@ -95,7 +95,7 @@ class HeadWeights(NamedTuple):
             for both in (self.w_qkv, self.b_qkv)
         )
 
-    def outputs(self, tokens: Tokens, num_heads: int, scale: float) -> list[torch.Tensor]:
+    def outputs(self, tokens: Tokens, num_heads: int, factor: float) -> list[torch.Tensor]:
         """Return queries, centred keys, outputs of the heads, and the means that keys lack.
 
         They are (h, n, r), (h, n, r), (h, n, s) and (h, n, r), in float32 at least.
@@ -106,7 +106,7 @@ class HeadWeights(NamedTuple):
         if tokens.queries is not tokens.keys:
             queries = nn.functional.linear(at_least_float32(tokens.queries), *weights)
             q = split_heads(queries, num_heads, values)[0]
-        logits = scale * q @ k.transpose(2, 3)
+        logits = factor * q @ k.transpose(2, 3)
         if tokens.bias is not None:
             logits = logits + tokens.bias
         o = logits.softmax(-1) @ v
@@ -124,7 +124,7 @@ class HeadWeights(NamedTuple):
 class HeadMoments:
     """What the fit of one attention's heads needs of some tokens.
 
-    ``scale`` is the factor of the logits, ``gamma`` the layer scale (C, ) behind the projection.
+    ``factor`` multiplies the logits, ``scale`` is the layer scale (C, ) behind the projection.
 
     Attributes:
         qk (torch.Tensor): Share of the logits' energy for each dimension of a head, summed over
@@ -137,17 +137,17 @@ class HeadMoments:
         self,
         heads: HeadWeights,
         num_heads: int,
-        scale: float,
+        factor: float,
         drawn: Sequence[Tokens],
-        gamma: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
     ) -> None:
-        self.heads, self.num_heads, self.scale, self.drawn = heads, num_heads, scale, drawn
+        self.heads, self.num_heads, self.factor, self.drawn = heads, num_heads, factor, drawn
         self.weights, self.biases = heads.split(num_heads)
-        out = heads.w_out if gamma is None else double(gamma)[:, None] * heads.w_out
+        out = heads.w_out if scale is None else double(scale)[:, None] * heads.w_out
         self.out = out.unflatten(1, (num_heads, -1)).transpose(0, 1)  # (h, C, d)
         q2 = k2 = o2 = o1 = means2 = count = 0
         for tokens in drawn:
-            q, k, o, means = (double(x) for x in heads.outputs(tokens, num_heads, scale))
+            q, k, o, means = (double(x) for x in heads.outputs(tokens, num_heads, factor))
             q2, k2, o2 = q2 + q.mT @ q, k2 + k.mT @ k, o2 + o.mT @ o
             means2 = means2 + (means - self.biases[1][:, None]).square().sum((1, 2))
             o1, count = o1 + o.sum(1), count + o.shape[1]
@@ -191,7 +191,7 @@ class HeadMoments:
         moments = Moments(narrow.w_out.new_zeros(sum(narrow.w_out.shape)))
         for tokens in self.drawn:
             found, target = (
-                double(x.outputs(tokens, self.num_heads, self.scale)[2].transpose(0, 1).flatten(1))
+                double(x.outputs(tokens, self.num_heads, self.factor)[2].transpose(0, 1).flatten(1))
                 for x in (narrow, self.heads)
             )
             moments.add(torch.cat([found, target @ self.heads.w_out.t()], 1))

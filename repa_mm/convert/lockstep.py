@@ -16,13 +16,17 @@ at every part::
 The model must keep no state between two parts of one pass.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn as nn
-from greenlet import getcurrent, greenlet
+
+try:
+    from greenlet import getcurrent, greenlet
+except ImportError as error:
+    raise ImportError(f'{error}: pip install -e ".[speed_up]" installs it') from error
 
 
 class Pausing(nn.Module):
@@ -39,13 +43,13 @@ class Pausing(nn.Module):
 
     def forward(self, *args, **kwargs) -> torch.Tensor:
         current = getcurrent()
-        if isinstance(current, _Pass):
-            return current.pause(self, *args, **kwargs)
-        return (self._instead or self.original)(*args, **kwargs)
+        is_teacher = isinstance(current, _Pass) and current.pause(self, *args)
+        instead = None if is_teacher else self._instead
+        return (instead or self.original)(*args, **kwargs)
 
     @contextmanager
     def replaced(self, function: Callable) -> Iterator[None]:
-        """Compute a function instead, outside of :func:`in_lockstep`."""
+        """Compute a function instead, except in teachers."""
         self._instead = function
         try:
             yield
@@ -65,28 +69,28 @@ class _Pass(greenlet):
     def run(self, _) -> None:
         self.forward(self.batch)
 
-    def pause(self, site: Pausing, *args, **kwargs) -> torch.Tensor:
+    def pause(self, site: Pausing, *args) -> bool:
+        """Wait for the other passes at a site; return True in a teacher."""
         self.inputs = args
         # Gradient, inference and autocast modes belong to the thread, but each pass sets its own.
         no_autocast = torch.autocast(args[0].device.type, enabled=False)
         with torch.inference_mode(False), torch.no_grad(), no_autocast:
-            fitted = self.parent.switch(site)
+            self.parent.switch(site)
+        # Outputs come after the pause, since those of all teachers at once take much memory.
         self.inputs = None
-        # Only now, since the outputs of all teachers at once would take much memory.
-        return (site.original if self.is_teacher else fitted)(*args, **kwargs)
+        return self.is_teacher
 
 
-def in_lockstep(forward: Callable, batches: Sequence, meet: Callable, students: bool = True):
+def in_lockstep(forward: Callable, batches: Sequence, students: bool = True) -> Generator:
     """Run batches as teachers and as students, which meet at each site.
 
-    Returns what ``forward`` returns for the first batch, in its teacher.
+    Yields the :class:`Pausing` that all passes have reached, and a list with, for each batch, the
+    positional arguments of the student and of the teacher there. Students then go on with what is
+    :meth:`~Pausing.replaced`. Returns what ``forward`` returns for the first batch, in its teacher.
 
     Args:
         forward (Callable): Runs a model that has a :class:`Pausing` module at each site on a batch.
         batches (Sequence): What ``forward`` is called with.
-        meet (Callable): Called with the :class:`Pausing` that all passes have reached, and a list
-            with, for each batch, the positional arguments of the student and of the teacher there.
-            Returns the function that computes the students' outputs from their arguments.
         students (bool): Run students as well. Without them, both arguments are the teacher's.
 
     Raises:
@@ -96,27 +100,26 @@ def in_lockstep(forward: Callable, batches: Sequence, meet: Callable, students: 
     others = [_Pass(forward, batch, False) for batch in batches] if students else []
     passes, outputs = teachers + others, []
     passes[0].forward = lambda batch: outputs.append(forward(batch))
-    met, fitted = [], None
+    met = []
     try:
         while True:
-            where = list(dict.fromkeys(p.switch(fitted) for p in passes))
-            if len(where) > 1:
-                names = ', '.join(repr(s.name) if s else 'the end' for s in where)
+            reached = list(dict.fromkeys(p.switch(None) for p in passes))
+            if len(reached) > 1:
+                names = ', '.join(repr(s.name) if s else 'the end' for s in reached)
                 raise ValueError(
                     'the forward pass must reach the same blocks in the same order for all '
                     f'batches, but at one point some are at {names}'
                 )
-            if where[0] is None:
+            if reached[0] is None:
                 return outputs[0]
-            if where[0] in met:
+            if reached[0] in met:
                 raise ValueError(
-                    f'{where[0].name!r} runs more than once in a forward pass, but can '
+                    f'{reached[0].name!r} runs more than once in a forward pass, but can '
                     'be fitted to one of its inputs only: give another module in where'
                 )
-            met.append(where[0])
+            met.append(reached[0])
             pairs = zip(others or teachers, teachers)
-            tokens = [(student.inputs, teacher.inputs) for student, teacher in pairs]
-            fitted = meet(where[0], tokens)
+            yield reached[0], [(student.inputs, teacher.inputs) for student, teacher in pairs]
     finally:
         for p in passes:
             if p:  # unfinished: throw() ends it

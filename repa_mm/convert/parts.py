@@ -28,7 +28,7 @@ from repa_mm.models.sites import AttentionSite, FFNSite, Site, set_heads_
 from repa_mm.models.structures import idle_ffn
 from repa_mm.reparam import ChannelIdleFFN, weight_and_bias
 
-_NUM_PARTS = 4  # parts of the images for cross-validation
+_NUM_SPLITS = 4  # of the images, for cross-validation
 
 
 class FittedPart(NamedTuple):
@@ -62,9 +62,9 @@ class PretrainedFFN(Pausing):
 
     def __init__(self, site: FFNSite) -> None:
         super().__init__(site.block_name)
-        self.site, parts = site, site.modules()
-        self.ffn: ChannelIdleFFN = idle_ffn(site, 0.0, dict(type='keep'), parts=parts)
-        self.conv = copy.deepcopy(parts.conv)
+        self.site, modules = site, site.modules()
+        self.ffn: ChannelIdleFFN = idle_ffn(site, 0.0, dict(type='keep'), parts=modules)
+        self.conv = copy.deepcopy(modules.conv)
         # The input is where the shortcut starts, in the block if not in the FFN.
         self.compensates = self.ffn.shortcut or bool(site.family.norm)
         self.sizes = (self.ffn.feedforward_channels,)
@@ -102,8 +102,8 @@ class PretrainedFFN(Pausing):
     def sample(self, tokens: list, max_tokens: int, seed: int = 0) -> list[Pairs]:
         """Draw at most ``max_tokens`` random tokens of every batch.
 
-        ``tokens`` are from :func:`~repa_mm.convert.lockstep.in_lockstep`. Returns, for each part of
-        the batches, the :meth:`inputs` (N, C) of the drawn tokens, and the targets (N, C) of the
+        ``tokens`` are from :func:`~repa_mm.convert.lockstep.in_lockstep`. Returns, for each split
+        of the batches, the :meth:`inputs` (N, C) of the drawn tokens, and the targets (N, C) of the
         FFN without shortcut.
         """
         generator = torch.Generator().manual_seed(seed)
@@ -117,28 +117,28 @@ class PretrainedFFN(Pausing):
                 chosen = slice(None)
             values = self.inputs(x, *hw_shape), x, teacher, self.original(teacher, *hw_shape)
             u, x, teacher, y = (v.flatten(0, -2)[chosen] for v in values)
-            check_finite(self.name, x, teacher, u, y)
+            check_activations(self.name, x, teacher, u, y)
             t = y
             if self.compensates:
                 t = y.double() - x.double() + (0 if self.ffn.shortcut else teacher.double())
             drawn.append((u, t.to(at_least_float32(y).dtype)))
-        ends = [*evenly(_NUM_PARTS, range(len(drawn))), len(drawn)]
+        ends = [*evenly(_NUM_SPLITS, range(len(drawn))), len(drawn)]
         return [joined(drawn[start:end]) for start, end in zip(ends, ends[1:])]
 
-    def fit(self, parts: Sequence[Pairs], sizes: tuple[int, ...]) -> FittedPart:
+    def fit(self, splits: Sequence[Pairs], sizes: tuple[int, ...]) -> FittedPart:
         """Fit a narrower FFN to samples, see :mod:`repa_mm.convert.regression`."""
         ffn, (width,) = FittedFFN.from_form(self.ffn, self.conv), sizes
-        more = [with_foreign_tokens(ffn, *part) for part in parts]
+        more = [with_foreign_tokens(ffn, *split) for split in splits]
         fit = refine(fit_ffn(ffn, ffn_moments(ffn, more), width), *joined(more))
-        weights, unexplained = fit.weights.values(), fit.unexplained(*joined(parts))
+        weights, unexplained = fit.weights.values(), fit.unexplained(*joined(splits))
         return FittedPart(self._with(fit), lambda site: site.set_weights(*weights), unexplained)
 
-    def axes(self, parts: Sequence[Pairs]) -> list[tuple[Axis, Callable]]:
+    def axes(self, splits: Sequence[Pairs]) -> list[tuple[Axis, Callable]]:
         """Return the axes of a budget, and for each what computes the part at its probe."""
         number = self.sizes[0]
         widths = sorted({max(1, round(fraction * number)) for fraction in FRACTIONS})
         ffn = FittedFFN.from_form(self.ffn, self.conv)
-        more = [with_foreign_tokens(ffn, *part) for part in parts]
+        more = [with_foreign_tokens(ffn, *split) for split in splits]
         fits = widths_of(ffn, ffn_moments(ffn, more), widths[::-1])[::-1]
         axis = Axis(widths, [error for _, error in fits])
         return [(axis, self._with(fits[axis.probe()][0]))]
@@ -187,7 +187,7 @@ class PretrainedAttention(Pausing):
         """Draw random windows or queries from all batches, as :meth:`PretrainedFFN.sample`."""
         generator = torch.Generator().manual_seed(seed)
         for (x, *_), (teacher, *_) in tokens:
-            check_finite(self.name, x, teacher)
+            check_activations(self.name, x, teacher)
         is_windows = isinstance(self.attention, FastShiftWindowMSA)
         draw = sample_windows if is_windows else sample_images
         return [draw(self.attention, max_tokens, generator, *inputs) for inputs, _ in tokens]
@@ -221,7 +221,7 @@ class PretrainedAttention(Pausing):
         return set_heads_(copy.deepcopy(self.attention), *weights)
 
 
-def check_finite(name: str, *values: torch.Tensor) -> None:
+def check_activations(name: str, *values: torch.Tensor) -> None:
     """Raise a ``ValueError`` if the activations of a part are not finite."""
     if not all(x.isfinite().all() for x in values):
         raise ValueError(

@@ -38,9 +38,9 @@ EVERY_CHANNEL = slice(None)
 Pairs = tuple[torch.Tensor, torch.Tensor]
 
 
-def joined(parts: Sequence[Pairs]) -> Pairs:
-    """Return the tokens of all parts of the images, and their targets."""
-    return tuple(torch.cat(columns) for columns in zip(*parts))
+def joined(splits: Sequence[Pairs]) -> Pairs:
+    """Return the tokens of all splits of the images, and their targets."""
+    return tuple(torch.cat(columns) for columns in zip(*splits))
 
 
 def at_least_float32(x: torch.Tensor) -> torch.Tensor:
@@ -73,13 +73,13 @@ class Moments:
             self.products[end:, start:end] = half[:, _BLOCK:].t()
 
     @classmethod
-    def pooled(cls, parts: Sequence['Moments']) -> 'Moments':
-        """Return the moments of all rows of several parts with the same shift."""
-        result = cls(parts[0].shift)
-        for part in parts:
-            result.count += part.count
-            result.total += part.total
-            result.products += part.products
+    def pooled(cls, splits: Sequence['Moments']) -> 'Moments':
+        """Return the moments of all rows of several splits with the same shift."""
+        result = cls(splits[0].shift)
+        for split in splits:
+            result.count += split.count
+            result.total += split.total
+            result.products += split.products
         return result
 
     def combine_(self, scale: torch.Tensor, weight: torch.Tensor) -> None:
@@ -176,13 +176,13 @@ def with_foreign_tokens(ffn: FittedFFN, u: torch.Tensor, t: torch.Tensor) -> Pai
     return torch.cat([u, moved]), torch.cat([t, *targets])
 
 
-def ffn_moments(ffn: FittedFFN, parts: Sequence[Pairs], linear: bool = False) -> list[Moments]:
-    """Return the moments of [a, t] for each part of the images; those of [u, a, t] if ``linear``.
+def ffn_moments(ffn: FittedFFN, splits: Sequence[Pairs], linear: bool = False) -> list[Moments]:
+    """Return the moments of [a, t] for each split of the images; those of [u, a, t] if ``linear``.
 
     ``ffn`` is the pretrained FFN, whose channels are a.
     """
     result: list[Moments] = []
-    for u, t in parts:
+    for u, t in splits:
         for first, (some, targets) in enumerate(zip(u.split(_CHUNK), t.split(_CHUNK))):
             rows = [double(ffn.features(some)), double(targets)]
             rows = torch.cat([double(some), *rows] if linear else rows, dim=1)
@@ -278,36 +278,36 @@ class Problem:
         return ffn.only(kept, w_out=out, b=self.bias(kept, out))
 
 
-def cross_validated(out: torch.Tensor, parts: Sequence[Moments], kept: torch.Tensor) -> float:
-    """Return the ridge with the least error on each part of the images if fitted to the others."""
-    if len(parts) < 2:
+def cross_validated(out: torch.Tensor, splits: Sequence[Moments], kept: torch.Tensor) -> float:
+    """Return the ridge with the least error on each split of the images if fitted to the others."""
+    if len(splits) < 2:
         return RIDGES[0]
     total = dict.fromkeys(RIDGES, 0.0)
-    for part in parts:
-        others = Problem(out, Moments.pooled([p for p in parts if p is not part]))
-        left_out = Problem(out, part)
+    for split in splits:
+        others = Problem(out, Moments.pooled([p for p in splits if p is not split]))
+        left_out = Problem(out, split)
         for ridge in RIDGES:
             weights = others.solve(kept, ridge)
             error = left_out.residual(kept, weights, others.bias(kept, weights))
-            total[ridge] += float(error) * part.count
+            total[ridge] += float(error) * split.count
     return min(total, key=total.get)
 
 
-def fit_ffn(ffn: FittedFFN, parts: Sequence[Moments], width: int) -> FittedFFN:
+def fit_ffn(ffn: FittedFFN, splits: Sequence[Moments], width: int) -> FittedFFN:
     """Choose channels, and fit their output weights in closed form; the result is in float64."""
-    problem = Problem(ffn.w_out, Moments.pooled(parts))
+    problem = Problem(ffn.w_out, Moments.pooled(splits))
     (kept,) = problem.eliminate(width)
-    return problem.fit(ffn, kept, cross_validated(ffn.w_out, parts, kept))
+    return problem.fit(ffn, kept, cross_validated(ffn.w_out, splits, kept))
 
 
 def widths_of(
-    ffn: FittedFFN, parts: Sequence[Moments], widths: Sequence[int]
+    ffn: FittedFFN, splits: Sequence[Moments], widths: Sequence[int]
 ) -> list[tuple[FittedFFN, float]]:
     """Fit narrower FFNs of several widths, decreasing, from one elimination in coarse steps.
 
     The second of each pair is the mean square error per token.
     """
-    problem = Problem(ffn.w_out, Moments.pooled(parts))
+    problem = Problem(ffn.w_out, Moments.pooled(splits))
     every = problem.eliminate(*widths, step=0.06)
     fits = [problem.fit(ffn, kept, RIDGES[0]) for kept in every]
     return [(fit, float(problem.residual(kept, fit.w_out))) for kept, fit in zip(every, fits)]

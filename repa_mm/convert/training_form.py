@@ -34,7 +34,7 @@ RTOL = 1e-3
 
 
 def fit_idle(
-    ffn: FittedFFN, parts: Sequence[Pairs], num_active: int
+    ffn: FittedFFN, splits: Sequence[Pairs], num_active: int
 ) -> tuple[FittedFFN, torch.Tensor, torch.Tensor]:
     """Choose A active channels, and fit their output weights and W in closed form.
 
@@ -42,7 +42,7 @@ def fit_idle(
     slopes (H, ) of all channels.
     """
     w_in, dims, hidden = ffn.w_in, ffn.w_in.shape[1], len(ffn.w_in)
-    moments = ffn_moments(ffn, parts, linear=True)
+    moments = ffn_moments(ffn, splits, linear=True)
     _, cov = Moments.pooled(moments).mean_and_covariance()
     variance = ((w_in @ cov[:dims, :dims]) * w_in).sum(1)
     slopes = (cov[dims : dims + hidden, :dims] * w_in).sum(1) / variance.clamp(min=1e-300)
@@ -53,8 +53,8 @@ def fit_idle(
     scale = (varies[:dims].mean() / varies[dims:].mean().clamp(min=1e-300)).sqrt()
     scale = scale.clamp(1e-3, 1e3)
     del cov  # as large as what follows
-    for part in moments:
-        part.combine_(scale, -scale * slopes[:, None] * w_in)
+    for split in moments:
+        split.combine_(scale, -scale * slopes[:, None] * w_in)
     linear = scale * (ffn.w_out * slopes) @ w_in
     pretrained = torch.cat([linear, ffn.w_out], dim=1)
     problem = Problem(pretrained, Moments.pooled(moments))
@@ -67,7 +67,7 @@ def fit_idle(
 
 
 def fit_training_form(
-    ffn: FittedFFN, parts: Sequence[Pairs], num_active: int
+    ffn: FittedFFN, splits: Sequence[Pairs], num_active: int
 ) -> tuple[FittedFFN, tuple[torch.Tensor, ...]]:
     """Fit a channel-idle FFN with A active channels to a pretrained FFN.
 
@@ -77,7 +77,7 @@ def fit_training_form(
     Returns what the FFN computes after its merge, and its weights, active channels first:
     w_in (H, C), b_in (H, ), and w_out (C, H) and b_out (C, ) with the layer scale multiplied in.
     """
-    more = [with_foreign_tokens(ffn, *part) for part in parts]
+    more = [with_foreign_tokens(ffn, *split) for split in splits]
     fit, active, slopes = fit_idle(ffn, more, num_active)
     fit = refine(fit, *joined(more))
     idle = torch.ones_like(slopes, dtype=torch.bool).index_fill(0, active, False)
@@ -85,7 +85,7 @@ def fit_training_form(
     inverse = torch.linalg.pinv(w_idle.t() @ w_idle, rtol=RTOL**2, hermitian=True)
     out = out + (fit.linear - out @ w_idle) @ inverse @ w_idle.t()
     linear = out @ w_idle  # fit.linear, unless the idle rows do not span all inputs
-    b = fit.b + (fit.linear - linear) @ double(joined(parts)[0].mean(0))
+    b = fit.b + (fit.linear - linear) @ double(joined(splits)[0].mean(0))
     w_in, b_in = torch.cat([fit.w_in, w_idle]), torch.cat([fit.b_in, b_idle])
     weights = w_in, b_in, torch.cat([fit.w_out, out], 1), b - out @ b_idle
     return fit._replace(linear=linear, b=b), weights
@@ -120,12 +120,12 @@ class IdleFFN(PretrainedFFN):
         """Return the multiply-adds of one hidden channel, and of one row of W, for tokens x."""
         return *super().macs(x), float(x.numel())
 
-    def fit(self, parts: Sequence[Pairs], sizes: tuple[int, ...]) -> FittedPart:
+    def fit(self, splits: Sequence[Pairs], sizes: tuple[int, ...]) -> FittedPart:
         """Fit the channel-idle FFN to samples."""
-        fit, weights = fit_training_form(FittedFFN.from_form(self.ffn), parts, sizes[0])
+        fit, weights = fit_training_form(FittedFFN.from_form(self.ffn), splits, sizes[0])
 
         def put(site: FFNSite) -> None:
             site.set_weights(*weights)
             site.put(idle_ffn(site, self.idle_ratio, NORM))  # filled from the site
 
-        return FittedPart(self._with(fit), put, fit.unexplained(*joined(parts)))
+        return FittedPart(self._with(fit), put, fit.unexplained(*joined(splits)))

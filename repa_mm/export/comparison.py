@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 import torch.nn as nn
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
-from scipy.optimize import linear_sum_assignment
 from torch.nn.utils.rnn import pad_sequence
 from torchvision.ops import box_iou
 
@@ -164,6 +163,8 @@ def _objects(a: InstanceData, b: InstanceData, strict: bool) -> tuple:
             overlaps = torch.minimum(overlaps, of_masks) if b.bboxes.any() else of_masks
         fits &= overlaps >= MIN_IOU
     products = (fits * one[:, None] * other).nan_to_num()
+    from scipy.optimize import linear_sum_assignment  # which MMDetection brings along
+
     pairs = linear_sum_assignment(products.numpy(), maximize=True)
     return products[pairs].sum(), (one**2).sum(), (other**2).sum()
 

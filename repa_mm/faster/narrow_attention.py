@@ -40,6 +40,15 @@ class NarrowMultiheadAttention(MultiheadAttention):
         return self.out_drop(self.gamma1(self.proj_drop(x)))
 
 
+def input_layer(attention: nn.MultiheadAttention) -> nn.Linear:
+    """Return PyTorch's projection to queries, keys and values as a layer of the same parameters."""
+    rows, channels = attention.in_proj_weight.shape
+    has_bias = attention.in_proj_bias is not None
+    layer = nn.Linear(channels, rows, bias=has_bias, device='meta')
+    layer.weight, layer.bias = attention.in_proj_weight, attention.in_proj_bias
+    return layer
+
+
 class NarrowSelfAttention(nn.Module):
     """mmcv's ``MultiheadAttention`` as MMSegmentation's ViT calls it, with heads of any widths."""
 
@@ -47,12 +56,9 @@ class NarrowSelfAttention(nn.Module):
         super().__init__()
         self.num_heads, inner = attention.num_heads, attention.attn
         self.head_dims, self.attn_drop = inner.head_dim, inner.dropout
-        # The projection to queries, keys and values as a layer with the same parameters.
-        rows, channels = inner.in_proj_weight.shape
-        self.qkv = nn.Linear(channels, rows, bias=inner.in_proj_bias is not None, device='meta')
-        self.qkv.weight, self.qkv.bias = inner.in_proj_weight, inner.in_proj_bias
-        self.proj = inner.out_proj
+        self.qkv, self.proj = input_layer(inner), inner.out_proj
         self.proj_drop, self.out_drop = attention.proj_drop, attention.dropout_layer
+        self.train(attention.training)
 
     def forward(self, query: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
         """Compute self-attention of tokens (B, N, C), and add ``identity`` or the tokens."""

@@ -133,8 +133,8 @@ class WithStructures:
         """Initialize the weights, or load the pretrained weights that ``init_cfg`` names.
 
         Weights of this model are loaded as they are. Weights of the ordinary model are loaded into
-        an ordinary model by its own ``init_weights``, and fill the forms from there. Both may have
-        the layout of the authors' code, of timm, or of the official Swin, too.
+        an ordinary model, and fill the forms from there. Both may have the layout of the authors'
+        code, of timm, or of the official Swin, too.
 
         Raises:
             CheckpointError: If the weights belong to neither model, or are reparameterized; see
@@ -145,47 +145,44 @@ class WithStructures:
             return
         cfgs, others = split_init_cfg(self)
         files = [WeightsFile(cfg, hasattr(self, 'backbone')) for cfg in cfgs]
-        found = [file.weights_of(self)[0] for file in files]
+        found, model = [file.weights_of(self) for file in files], self
         if self._takes_ordinary(found):
-            self.fill(self._load_ordinary(files, others))
-        else:
-            self.init_cfg = others
-            if not has_deploy_form(self):  # where modules that the class initializes are gone
-                super().init_weights()
-            for file, weights in zip(files, found):
-                load_weights(self, weights, file.path, start=True)
+            model = self._ordinary()
+            found = [file.weights_of(model) for file in files]
+        model.init_cfg = others[0] if others and len(others) == 1 else others  # some take a dict
+        if model is not self:
+            model.init_weights()
+        elif not has_deploy_form(self):  # where modules that the class initializes are gone
+            super().init_weights()
+        for file, (weights, is_translated) in zip(files, found):
+            if model is self or is_translated:
+                load_weights(model, weights, file.path, start=True)
+            else:
+                load_state_dict(model, weights, logger='current')
+        if model is not self:
+            self.fill(model)
         self._is_init = True
         self._warn_of_fresh_statistics()
 
-    def _takes_ordinary(self, found: list[dict]) -> bool:
+    def _takes_ordinary(self, found: list[tuple[dict, bool]]) -> bool:
         """Return True if pretrained weights, in files or of a part, are the ordinary model's."""
         name, form = next(outermost(self, TrainingForm), ('', None))
         if form is None or has_deploy_form(self):  # None: ordinary FFNs of other widths
             return False
         if not found:
             return any(split_init_cfg(module)[0] for module in self.modules())
-        start, weights = f'{name}.', found[0]
+        start, (weights, _) = f'{name}.', found[0]
         return not form.owns({k[len(start) :]: None for k in weights if k.startswith(start)})
 
-    def _load_ordinary(self, files: list[WeightsFile], others: list[dict] | None) -> nn.Module:
-        """Return the ordinary model with the pretrained weights of the files or of its parts."""
+    def _ordinary(self) -> nn.Module:
+        """Build the ordinary model, which refuses weights that would not fill the forms."""
         ordinary = self.build_ordinary()
-        found = [file.weights_of(ordinary) for file in files]
-        translated = any(is_translated for _, is_translated in found)
         for structure, placed in self.placed:
             sites = {site.name: site for site in structure.sites(ordinary)}
             for source in (one for name in placed for one in structure.sources(self, name)):
-                sites[source].require(type(self).__name__)
-        # That of this model may have changed since the model was built. Some classes take a dict.
-        cfgs = [*(others or []), *([] if translated else (file.init_cfg for file in files))]
-        ordinary.init_cfg = cfgs[0] if len(cfgs) == 1 else cfgs or None
-        ordinary.init_weights()
-        for file, (weights, _) in zip(files, found):
-            if translated:
-                load_weights(ordinary, weights, file.path, start=True)
-            # Again where there is a backbone, as DETRs reset their encoder after loading.
-            elif len(files) > 1 or hasattr(ordinary, 'backbone'):
-                load_state_dict(ordinary, weights, logger='current')
+                site, check = sites[source], partial(check_ordinary, complete=True)
+                for module in (site.module, getattr(site, 'norm', nn.Identity())):
+                    module._register_load_state_dict_pre_hook(check, with_module=True)
         return ordinary
 
     def _warn_of_fresh_statistics(self) -> None:

@@ -4,7 +4,7 @@
 form. :mod:`repa_mm.models.families` defines which blocks have sites.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -19,9 +19,10 @@ from repa_mm.faster.narrow_attention import (
     NarrowMultiheadAttention,
     NarrowSelfAttention,
     NarrowTimmAttention,
+    input_layer,
 )
 from repa_mm.models.families import FAMILIES, Family, full_name
-from repa_mm.reparam import AttentionParts, CheckpointError, FFNParts, TrainingForm, double
+from repa_mm.reparam import AttentionParts, FFNParts, TrainingForm, double
 from repa_mm.surgery import become_, has_stock_forward
 
 
@@ -79,27 +80,6 @@ class Site:
         form.to(next(self.module.parameters())).train(self.block.training)
         if not any(p.requires_grad for p in ordinary):
             form.requires_grad_(False)
-
-    def required(self) -> set[str]:
-        """Return the names in the block of the weights that a checkpoint needs to fill a form."""
-        parts = [p.parameters() if isinstance(p, nn.Module) else [p] for p in self.parts()]
-        ids = {id(parameter) for part in parts for parameter in part}
-        return {name for name, p in self.block.named_parameters() if id(p) in ids}
-
-    def require(self, model: str) -> None:
-        """Make the block refuse checkpoints that lack one of the :meth:`required` weights."""
-        names = sorted(self.required())
-
-        def check(state_dict: dict, prefix: str, *args) -> None:
-            lacking = [name for name in names if f'{prefix}{name}' not in state_dict]
-            if lacking:
-                raise CheckpointError(
-                    f'the pretrained weights lack {lacking[0]!r} of {self.block_name!r}: they are '
-                    f'neither those of this {model} in its training form, nor those of the '
-                    'ordinary model that fills it. A reparameterized checkpoint needs deploy=True'
-                )
-
-        self.block._register_load_state_dict_pre_hook(check)
 
 
 def _check_stock(module: nn.Module, what: str, *kinds: type) -> None:
@@ -220,14 +200,29 @@ def _set_matrix_(layer: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> 
     setattr(layer, f'in_{kind}', weight.shape[1] * getattr(layer, 'groups', 1))
 
 
-#: What an attention becomes with heads of other widths, by the full name of its class. Window
-#: attention becomes a :class:`FastShiftWindowMSA`.
-_NARROWER = {
-    full_name(MMCVAttention): NarrowSelfAttention,
-    full_name(MultiheadAttention): NarrowMultiheadAttention,
-    'timm.layers.attention.Attention': NarrowTimmAttention,
+def _read(heads: nn.Module) -> tuple:
+    """Return the fields of :class:`~repa_mm.reparam.AttentionParts` after the norm."""
+    scale = getattr(getattr(heads, 'gamma1', None), 'weight', None)
+    table = getattr(heads, 'relative_position_bias_table', None)
+    factor = getattr(heads, 'scale', None) or heads.head_dims**-0.5
+    return heads.qkv, heads.proj, scale, table, heads.num_heads, factor
+
+
+def _read_mmcv(heads: MMCVAttention) -> tuple:
+    inner = heads.attn
+    qkv, factor = input_layer(inner), inner.head_dim**-0.5
+    return qkv, inner.out_proj, None, None, heads.num_heads, factor
+
+
+#: By the full name of an attention's class: how its heads are read, and what it becomes with heads
+#: of other widths: a class for its own layers, or a function that returns a module for its place.
+_ATTENTIONS = {
+    full_name(MMCVAttention): (_read_mmcv, lambda attention: NarrowSelfAttention(attention)),
+    full_name(MultiheadAttention): (_read, NarrowMultiheadAttention),
+    'timm.layers.attention.Attention': (_read, NarrowTimmAttention),
 }
-_OURS = FastShiftWindowMSA, *_NARROWER.values()
+_OURS = FastShiftWindowMSA, NarrowSelfAttention, NarrowMultiheadAttention, NarrowTimmAttention
+_ATTENTIONS.update((full_name(kind), (_read, kind)) for kind in _OURS)
 
 
 def _heads(attention: nn.Module) -> nn.Module:
@@ -235,12 +230,11 @@ def _heads(attention: nn.Module) -> nn.Module:
     return getattr(attention, 'w_msa', attention)
 
 
-def _narrower(attention: nn.Module) -> type | nn.Module:
-    """Return the class or the module that an attention becomes with heads of other widths."""
-    kind, heads = type(attention), _heads(attention)
-    narrower = kind if kind in _OURS else _NARROWER.get(full_name(kind)) or fast_class(attention)
+def _known(attention: nn.Module) -> tuple[Callable, type | Callable]:
+    """Return the entry of an attention, or raise a ``ValueError`` if it may compute another one."""
+    heads, kind = _heads(attention), fast_class(attention) or type(attention)
     is_known = type(heads).__name__ == 'WindowMSA' and is_window_attention(heads)
-    if narrower is None or (heads is not attention and not is_known):
+    if full_name(kind) not in _ATTENTIONS or (heads is not attention and not is_known):
         raise ValueError(f'its {type(heads).__name__} is not an attention whose heads are known')
     for name in ('v_shortcut', 'q_norm', 'k_norm', 'norm', 'gate'):
         part = getattr(attention, name, None)
@@ -248,15 +242,13 @@ def _narrower(attention: nn.Module) -> type | nn.Module:
             raise ValueError(f'its attention has a {name}, unlike that of a ViT')
     # The narrower modules read these, and do not call them.
     for name, kinds in dict(attn_drop=(nn.Dropout,), attn=(nn.MultiheadAttention,)).items():
-        if isinstance(part := getattr(attention, name, None), nn.Module):
-            _check_stock(part, f'the {name} of its attention', *kinds)
-    if kind is not MMCVAttention:
-        return narrower
-    inner = attention.attn
-    has_own_keys = inner.in_proj_weight is None or inner.bias_k is not None or inner.add_zero_attn
-    if has_own_keys or not attention.batch_first:
-        raise ValueError('it is no self-attention: keys and values are not those of its tokens')
-    return NarrowSelfAttention(attention).train(attention.training)
+        if isinstance(inner := getattr(attention, name, None), nn.Module):
+            _check_stock(inner, f'the {name} of its attention', *kinds)
+    if kind is MMCVAttention:
+        has_own_keys = inner.in_proj_weight is None or inner.bias_k is not None
+        if has_own_keys or inner.add_zero_attn or not attention.batch_first:
+            raise ValueError('it is no self-attention: keys and values are not of its tokens')
+    return _ATTENTIONS[full_name(kind)]
 
 
 class AttentionSite(Site):
@@ -270,20 +262,11 @@ class AttentionSite(Site):
     def parts(self) -> AttentionParts:
         for module in (self.attention, self.module):
             _check_stock(module, 'its attention')
-        narrower = _narrower(self.attention)
-        # A new module has in layers what PyTorch's attention has in parameters.
-        heads = narrower if isinstance(narrower, nn.Module) else self.module
-        for layer in (heads.qkv, heads.proj):
+        read, _ = _known(self.attention)
+        parts = AttentionParts(self.norm, *read(_heads(self.attention)))
+        for layer in (parts.qkv, parts.proj):
             _check_stock(layer, 'a layer of its attention', Linear, nn.Linear)
-        return AttentionParts(
-            self.norm,
-            heads.qkv,
-            heads.proj,
-            getattr(getattr(heads, 'gamma1', None), 'weight', None),
-            getattr(heads, 'relative_position_bias_table', None),
-            heads.num_heads,
-            getattr(heads, 'scale', None) or heads.head_dims**-0.5,
-        )
+        return parts
 
     @property
     def caller(self) -> str:
@@ -313,7 +296,8 @@ def set_heads_(
     The weights are (h (2 r + s), C) and (C, h s), the biases (h (2 r + s), ) and (C, ), of queries,
     keys and values, and of the projection.
     """
-    become_(attention, _narrower(attention))
+    _, narrower = _known(attention)
+    become_(attention, narrower if isinstance(narrower, type) else narrower(attention))
     heads = _heads(attention)
     _set_matrix_(heads.qkv, w_qkv, b_qkv)
     _set_matrix_(heads.proj, w_out, b_out)

@@ -44,7 +44,6 @@ from .numerics import (
     is_batch_norm,
     rounded,
     weight_and_bias,
-    weights64,
 )
 
 __all__ = [
@@ -54,5 +53,5 @@ __all__ = [
     'copy_affine_', 'copy_matrix_', 'double', 'finish_schedules_', 'fold', 'fold_norm',
     'has_deploy_form', 'has_training_form', 'is_batch_norm', 'is_reparameterized', 'match_form',
     'num_active_channels', 'outermost', 'reparameterize', 'reparameterize_', 'rounded',
-    'schedules_have_ended', 'set_shortcut_', 'set_training_path_', 'weight_and_bias', 'weights64',
+    'schedules_have_ended', 'set_shortcut_', 'set_training_path_', 'weight_and_bias',
 ]  # fmt: skip

@@ -268,23 +268,14 @@ class MergedFFN(DeployForm):
     def _save_inside(self, state_dict, prefix, local_metadata) -> None:
         key = f'{prefix}fc1.weight'
         # Tracers look for the parameter itself (keep_vars=True).
-        is_moved = self.movable and self.shortcut and key in state_dict  # not in int8
-        if is_moved and state_dict[key] is not self.fc1.weight:
+        if self.movable and self.shortcut and state_dict[key] is not self.fc1.weight:
             state_dict[key] = self.with_identity(state_dict[key], 1)
-        if key not in state_dict:  # in int8, where W cannot be changed
-            local_metadata['has_shortcut_outside'] = self.shortcut
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args, **kwargs):
+    def _load_from_state_dict(self, state_dict, prefix, *args, **kwargs):
         key = f'{prefix}fc1.weight'
         if self.movable and self.shortcut and key in state_dict:
             state_dict[key] = self.with_identity(state_dict[key], -1)
-        elif local_metadata.get('has_shortcut_outside', self.shortcut) != self.shortcut:
-            where = 'inside' if self.shortcut else 'outside'
-            raise CheckpointError(
-                f'the int8 weights of {prefix[:-1]!r} have the shortcut {where}: call '
-                f'set_shortcut_(model, {where!r}) before the model is quantized'
-            )
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args, **kwargs)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def inference(self, x: torch.Tensor, identity: torch.Tensor | None = None) -> torch.Tensor:
         """Compute :meth:`ChannelIdleFFN.forward` for x of shape (B, L, C)."""
@@ -316,7 +307,7 @@ class MergedFFN(DeployForm):
 
 
 @torch.no_grad()
-def set_shortcut_(model: nn.Module, where: str) -> nn.Module:
+def set_shortcut_(model: nn.Module, side: str) -> nn.Module:
     """Put the shortcut of every :class:`MergedFFN` of a model into W, or add it at run time.
 
     A shortcut inside W costs nothing. With the shortcut outside, W keeps all its digits in half
@@ -325,11 +316,11 @@ def set_shortcut_(model: nn.Module, where: str) -> nn.Module:
     except with ``state_dict(keep_vars=True)``, which returns the parameters as they are.
 
     Raises:
-        ValueError: If ``where`` is neither 'inside' nor 'outside'.
+        ValueError: If ``side`` is neither 'inside' nor 'outside'.
     """
-    if where not in ('inside', 'outside'):
-        raise ValueError(f"the shortcut is 'inside' or 'outside', but got {where!r}")
-    is_outside = where == 'outside'
+    if side not in ('inside', 'outside'):
+        raise ValueError(f"the shortcut is 'inside' or 'outside', but got {side!r}")
+    is_outside = side == 'outside'
     for ffn in model.modules():
         if isinstance(ffn, MergedFFN) and ffn.movable and ffn.shortcut != is_outside:
             ffn.shortcut = is_outside

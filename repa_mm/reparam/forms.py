@@ -56,8 +56,8 @@ class Form(nn.Module):
                 f'the model has a {self.label} in its {form} form at {name!r}, and the checkpoint '
                 f'is of something else there: it {" and ".join(differences)}. {hint}'
             )
-        for key, value in own.items():  # in int8, some are types
-            if torch.is_tensor(value) and weights.get(key, value).shape != value.shape:
+        for key, value in own.items():
+            if weights.get(key, value).shape != value.shape:
                 raise CheckpointError(
                     f'{name}.{key} has shape {tuple(weights[key].shape)} in the checkpoint and '
                     f'{tuple(value.shape)} in the model: they differ in architecture or idle ratio'
@@ -94,26 +94,30 @@ def check_state_dict(model: nn.Module, state_dict: dict, prefix: str = '', *args
             )
 
 
-def check_ordinary(module: nn.Module, state_dict: dict, prefix: str, *args) -> None:
+def check_ordinary(
+    module: nn.Module, state_dict: dict, prefix: str, *args, complete: bool = False
+) -> None:
     """Raise a :class:`CheckpointError` if weights are not those of an ordinary module.
 
     The signature fits a ``load_state_dict`` pre-hook. Non-strict loading would ignore the weights
-    of a form and weights of other widths, and keep the module's own.
+    of a form and weights of other widths, and keep the module's own. If ``complete``, none of the
+    module's weights may be missing.
     """
-    own = module.state_dict()
+    own = {k: v for k, v in module.state_dict().items() if 'relative_' not in k}
+    differences = [f'it lacks {k!r}' for k in own if complete and f'{prefix}{k}' not in state_dict]
     for key, value in state_dict.items():
         name = key.removeprefix(prefix)
         if not key.startswith(prefix) or 'relative_' in name:  # tables, which hosts resize
             continue
-        found = f'it has {name!r}'
-        if name in own:
-            if value.shape == own[name].shape:
-                continue
-            found = f'{key} is {tuple(value.shape)}, and not {tuple(own[name].shape)}'
+        if name not in own:
+            differences.append(f'it has {name!r}')
+        elif value.shape != own[name].shape:
+            differences.append(f'{key} is {(*value.shape,)}, and not {(*own[name].shape,)}')
+    if differences:
         raise CheckpointError(
             f'the model has an ordinary {type(module).__name__} at {prefix[:-1]!r}, and the '
-            f'checkpoint is of something else there: {found}. The structures must be those of the '
-            'checkpoint'
+            f'checkpoint is of something else there: {differences[0]}. The structures must be '
+            'those of the checkpoint, and a reparameterized checkpoint needs deploy=True'
         )
 
 
@@ -239,16 +243,16 @@ def _checked(merge: Callable) -> Callable:
             _check_whole(self)
             check_finite(self)
             merged = merge(self)
-            if _parts(merged) & _parts(self):  # training must not change the deploy form
+            if _contents(merged) & _contents(self):  # training must not change the deploy form
                 merged = copied(merged)
         return merged.train(self.training)
 
     return wrapped
 
 
-def _parts(module: nn.Module) -> set[int]:
+def _contents(module: nn.Module) -> set[int]:
     """Return the ids of all modules, parameters and buffers."""
-    return {id(part) for part in (*module.modules(), *module.parameters(), *module.buffers())}
+    return {id(x) for x in (*module.modules(), *module.parameters(), *module.buffers())}
 
 
 def _check_whole(form: TrainingForm) -> None:

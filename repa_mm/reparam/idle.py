@@ -17,7 +17,7 @@ from .deploy_form import (
     fold,
     num_active_channels,
 )
-from .folded import folded_forward, folds
+from .folded import folded_forward, trains_folded
 from .forms import CheckpointError, TrainingForm
 from .numerics import (
     FFNParts,
@@ -29,7 +29,6 @@ from .numerics import (
     fold_norm,
     is_batch_norm,
     weight_and_bias,
-    weights64,
 )
 
 
@@ -126,7 +125,7 @@ class ChannelIdleFFN(TrainingForm):
         """
         check_input(self, x, identity)
         is_own = type(self).forward_literal is ChannelIdleFFN.forward_literal
-        if self.training and is_own and folds(self, x.numel() // self.embed_dims):
+        if self.training and is_own and trains_folded(self, x.numel() // self.embed_dims):
             return folded_forward(self, x)
         return self.forward_literal(x)
 
@@ -157,7 +156,7 @@ class ChannelIdleFFN(TrainingForm):
                     f'its {name} is a {type(norm).__name__}, and not a norm that merges'
                 )
         check_dropouts(self)
-        weights = *weights64(self.fc1, 'its fc1'), *weights64(self.fc2, 'its fc2')
+        weights = *weight_and_bias(self.fc1, 'its fc1'), *weight_and_bias(self.fc2, 'its fc2')
         affine = (batch_norm_affine(n, w) for n, w in zip((self.norm1, self.norm2), weights[::2]))
         scale = None if self.layer_scale is None else double(self.layer_scale)
         return fold(*weights, self.num_active, *affine, scale)

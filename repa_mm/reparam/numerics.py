@@ -53,16 +53,6 @@ def batch_norm_affine(norm: nn.Module, like: torch.Tensor) -> tuple[torch.Tensor
     return s, t - s * norm.running_mean.to(like)
 
 
-def weights64(layer: nn.Module, what: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return weight and bias of an ``nn.Linear`` in float64, with zeros for a missing bias."""
-    if not has_stock_forward(layer, nn.Linear):
-        raise ValueError(
-            f'{what} is a {type(layer).__name__}, and not an nn.Linear: merge an adapter into its '
-            'layer first, or remove what wraps the layer'
-        )
-    return weight_and_bias(layer)
-
-
 def check_dropouts(form: nn.Module) -> None:
     """Check that ``drop`` and ``dropout_layer``, which a merge leaves out, are dropouts."""
     for name in ('drop', 'dropout_layer'):
@@ -149,11 +139,19 @@ class AttentionParts(NamedTuple):
         return keys // self.num_heads, values // self.num_heads
 
 
-def weight_and_bias(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:
+def weight_and_bias(
+    layer: nn.Module, merged: str | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return weight (out, in) and bias (out, ) of a linear layer or 1 x 1 convolution, in float64.
 
-    A missing bias is zero.
+    A missing bias is zero. If it is ``merged``, by this name in messages, the layer must compute
+    what an ``nn.Linear`` does, and else a ``ValueError`` is raised.
     """
+    if merged and not has_stock_forward(layer, nn.Linear):
+        raise ValueError(
+            f'{merged} is a {type(layer).__name__}, and not an nn.Linear: merge an adapter into '
+            'its layer first, or remove what wraps the layer'
+        )
     weight = double(layer.weight).flatten(1)
     return weight, weight.new_zeros(len(weight)) if layer.bias is None else double(layer.bias)
 

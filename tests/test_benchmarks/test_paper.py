@@ -6,7 +6,7 @@ from mmengine.registry import MODELS
 from torch.overrides import TorchFunctionMode
 
 import repa_mm
-from benchmarks.paper import COLUMNS, counterpart_, measure_pair, paper_rows
+from benchmarks.paper import counterpart_, paper_rows
 from repa_mm.apis import open_model
 from repa_mm.benchmark.complexity import count
 from repa_mm.benchmark.variants import with_our_parts
@@ -64,19 +64,3 @@ def test_poolformers_differ_in_the_memory_format_too():
         )
         model(x)
     assert formats == [False, True]
-
-
-def config(name):
-    return load_config(repa_mm.config_path(f'demo/retinanet_{name}_digits.py'))
-
-
-def test_a_model_beside_its_stock_counterpart():
-    cells = measure_pair(config('repa_swin'), torch.randn(2, 3, 64, 96), repeats=2)
-    cells = dict(zip(COLUMNS, cells, strict=True))
-    vanilla = sum(p.numel() for p in open_model(config('swin')).parameters()) / 1e6
-    assert cells['model'] == 'retinanet_repa_swin_digits'
-    assert '%' in cells['against stock'] and '%' in cells['by the merge']
-    before, training, deploy = map(float, cells['parameters, M'].split(' / '))
-    assert before == round(vanilla, 2) and deploy < before <= training
-    before, training, deploy = map(float, cells['GMACs'].split(' / '))
-    assert deploy < before == training

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from benchmarks import picture, tables
+from benchmarks import tables
 
 
 @pytest.fixture
@@ -69,12 +69,3 @@ def test_differences_pair_the_runs_of_a_seed(results):
     )
     assert tables.difference(rows[2:], rows[:2]) == '-2.5 ± 2.1'
     assert tables.difference(rows[:2], rows[:2]) == ''
-
-
-def test_points_of_the_picture(results):
-    found = [('original', 0, 50), ('original', 1, 60), ('ours, 0.5', 0, 49), ('ours, 0.5', 1, 56)]
-    found += [('ours, 0.25', 0, 40), ('"CORP, weighted, 0.5"', 0, 45)]
-    found = [(f'"{a}"' if a[0] != '"' else a, *rest) for a, *rest in found]
-    rows = results(*(('after a conversion: mIoU', 'scenes', *row, '') for row in found))
-    assert picture.curve(rows, 'ours') == ([0.25, 0.5], [45, 52.5])
-    assert picture.curve(rows, 'CORP, weighted') == ([0.5], [50])

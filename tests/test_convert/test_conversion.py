@@ -13,6 +13,7 @@ from benchmarks.even import even_sizes
 from repa_mm.apis.features import tensors
 from repa_mm.convert import Conversion
 from repa_mm.convert.conversion import find_parts
+from repa_mm.convert.conversion_report import Clock
 from repa_mm.convert.parts import PretrainedFFN
 from repa_mm.convert.regression import FittedFFN
 from repa_mm.faster import faster_parts_
@@ -121,6 +122,18 @@ def test_what_the_report_says(randomize):
     idle = add_structures_(copy.deepcopy(model), [dict(type='ChannelIdle')])
     with pytest.raises(ValueError, match="'layers.0': it has a channel-idle FFN instead of an "):
         repa_mm.convert_pretrained(idle, x, parts=['ffn'])
+
+
+def test_the_time_left_is_that_of_what_is_left(monkeypatch):
+    """Of fits as long as the last one of their kind, by its parameters, and of passes to each."""
+    parts = dict(a=nn.Linear(9, 1), b=nn.Conv2d(1, 1, 1), c=nn.Linear(99, 1), d=nn.Linear(99, 1))
+    times = iter([0, 1, 11, 13, 17, 20, 40])
+    monkeypatch.setattr('time.monotonic', lambda: next(times))
+    clock, found = Clock(parts), []
+    for name in 'abc':
+        clock.start()
+        found.append(clock.left(name))
+    assert found == [3 * 1 + 2 + 2 * 100, 2 * 2 + 2 * 100, 3 + 20]
 
 
 @pytest.fixture

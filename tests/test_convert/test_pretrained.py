@@ -298,7 +298,7 @@ def test_the_tool(folder, monkeypatch, capsys):
     monkeypatch.setattr(sys, 'argv', command)
     main()
     said = capsys.readouterr().out
-    assert '2/2 backbone.stages.1.blocks.0: ' in said and 'about 0 min left' in said
+    assert '2/2 backbone.stages.1.blocks.0: ' in said and 'about 0 s left' in said
     assert 'fitted on 1 images, 1 held out' in said and 'wrote narrow.pth and narrow.py' in said
     # With all channels it is the same model.
     cfg = load_config('narrow.py')

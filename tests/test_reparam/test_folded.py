@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 
 from repa_mm.reparam import ChannelIdleFFN, folded, set_training_path_
-from repa_mm.reparam.folded import folds, is_foldable
+from repa_mm.reparam.folded import is_foldable, trains_folded
 from tests import toy
 from tests.toy import Adapter
 
@@ -222,24 +222,24 @@ def test_second_derivatives_are_refused_folded_and_right_literally(norm, randomi
 @pytest.mark.filterwarnings('ignore')
 def test_only_what_is_known_is_folded(change):
     ffn = set_training_path_(ChannelIdleFFN(16, 64).train(), 'folded')
-    assert folds(ffn, 200)
+    assert trains_folded(ffn, 200)
     change(ffn)
-    assert not folds(ffn, 200)
+    assert not trains_folded(ffn, 200)
     assert ffn(torch.randn(2, 100, 16)).isfinite().all()
 
 
 def test_choice_of_the_path(monkeypatch):
     ffn = ChannelIdleFFN(64, 256).train()
-    assert folds(ffn, 8192) and not folds(ffn, 50)
-    assert folds(ffn.bfloat16(), 8192)
-    assert not folds(ChannelIdleFFN(64, 256, idle_ratio=0).train(), 8192)
+    assert trains_folded(ffn, 8192) and not trains_folded(ffn, 50)
+    assert trains_folded(ffn.bfloat16(), 8192)
+    assert not trains_folded(ChannelIdleFFN(64, 256, idle_ratio=0).train(), 8192)
     with pytest.raises(ValueError, match="'fold'"):
         set_training_path_(ffn, 'fold')
     synchronized = ChannelIdleFFN(64, 256, norm_cfg=dict(type='SyncBN')).train()
     monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
     for size in (1, 2):
         monkeypatch.setattr(torch.distributed, 'get_world_size', lambda group, size=size: size)
-        assert folds(synchronized, 8192) == (size == 1)
+        assert trains_folded(synchronized, 8192) == (size == 1)
 
 
 @pytest.mark.skipif(torch.__version__ < '2.2', reason='fake tensors on a GPU need one')
@@ -247,10 +247,10 @@ def test_choice_of_the_path(monkeypatch):
 def test_choice_of_the_path_on_a_gpu(autocast, monkeypatch):
     monkeypatch.setattr(folded, 'autocast_dtype', dict(cuda=autocast).get)
     with FakeTensorMode(), torch.device('cuda'):
-        assert folds(ChannelIdleFFN(64, 256).train(), 8192) == (not autocast)
+        assert trains_folded(ChannelIdleFFN(64, 256).train(), 8192) == (not autocast)
         # In half precision: two images of 800 x 1344 in the first two stages of a Swin-B.
         for width, num_tokens, is_folded in (128, 134400, True), (256, 33600, False):
             ffn = ChannelIdleFFN(width, 4 * width).train()
             ffn.fc1.weight = nn.Parameter(ffn.fc1.weight.bfloat16())
-            assert folds(ffn, num_tokens) == is_folded
-        assert folds(set_training_path_(ffn, 'folded'), num_tokens)
+            assert trains_folded(ffn, num_tokens) == is_folded
+        assert trains_folded(set_training_path_(ffn, 'folded'), num_tokens)

@@ -126,18 +126,6 @@ def ordinary(name):
     return parts, lambda x: parts.fc2(F.gelu(parts.fc1(norm(x)))) * scale
 
 
-@pytest.mark.parametrize('scale', [0.5, 0.0])
-def test_a_channel_idle_ffn_is_filled(scale, relative_error):
-    """With the norm kept and no idle channel it computes what the ordinary FFN does."""
-    cfg = dict(norm_cfg=dict(type='LN'), idle_ratio=0, layer_scale_init_value=scale)
-    form = ChannelIdleFFN(C, H, **cfg).eval()
-    parts, function = ordinary('ffn')
-    form.fill(parts)
-    x = tokens('ffn')
-    assert relative_error(form(x) - x, function(x)) < 1e-5
-    assert relative_error(reparameterize(form)(x), form(x)) < 1e-5
-
-
 @pytest.mark.parametrize('missing', [(), ('bias',), ('weight',), ('weight', 'bias')])
 def test_a_norm_folds_without_scale_or_shift(missing, relative_error):
     (norm, layer, *_), _ = ordinary('ffn')

@@ -53,7 +53,7 @@ def test_weights_without_the_layer_scale_do_not_fill(tmp_path):
     """As those of merged experts, whose matrices have it."""
     kwargs = dict(num_experts=2, layer_scale_init_value=1e-5, **VIT_ARGS)
     merged = reparameterize(ExpertsVisionTransformer(vit_arch(1), **kwargs))
-    with pytest.raises(CheckpointError, match='lack .*gamma2'):
+    with pytest.raises(CheckpointError, match='lacks .*gamma2'):
         filled(ExpertsVisionTransformer, vit_arch(1), merged, tmp_path / 'vit.pth', **kwargs)
 
 
