@@ -289,6 +289,7 @@ def tables() -> dict[str, str]:
             'name',
             lambda rows: f'{mean(rows)} ({listed(rows)})' if len(rows) > 1 else listed(rows),
         ),
+        'teacher': table(of('beside a teacher: '), 'form', 'model'),
         'detectors': table(
             of('detectors: time'),
             'model method',
