@@ -141,14 +141,15 @@ def formatted(
     for row in rows:
         table.add_row(*row)
     Console(file=text, width=200).print(table)
-    return text.getvalue()
+    lines = (line.rstrip() for line in text.getvalue().splitlines())
+    return '\n'.join(line for line in lines if line)
 
 
 def show(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], box: Box | None = MARKDOWN
 ) -> None:
     """Print a table, see :func:`formatted`."""
-    print(f'\n{title}\n{formatted(columns, rows, box)}', end='')
+    print(f'\n{title}\n\n{formatted(columns, rows, box)}\n')
 
 
 def show_machine() -> None:

@@ -95,8 +95,7 @@ def headline(rows: Sequence[Row], name: str) -> str:
     low, high = row.interval
     if low <= 0 <= high and max(-low, high) <= NOISE:
         return f'The same {name}, {fast}'
-    change = f'{abs(row.difference):.1f} points {"less" if row.difference < 0 else "more"} {name}'
-    return f'{change} [{low:.1f}, {high:.1f}], {fast}'
+    return f'{row.difference:+.1f} {name} [{low:.1f}, {high:.1f}], {fast}'
 
 
 def scatter(rows: Sequence[Row], metric: str, others: dict | None = None) -> str:
@@ -114,7 +113,8 @@ def scatter(rows: Sequence[Row], metric: str, others: dict | None = None) -> str
         axes.set_title(headline(rows, name), loc='left', weight='bold')
         axes.set(xscale='log', xlabel='← faster        time / time of stock', axisbelow=True)
         axes.set_ylabel(name if is_tested else 'MB')
-        axes.xaxis.set_major_locator(ticker.LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
+        subs = (1, 2, 5) if max(row.speedup for row in rows) > 7 else (1, 1.5, 2, 3, 4, 5, 7)
+        axes.xaxis.set_major_locator(ticker.LogLocator(subs=subs))
         axes.xaxis.set(major_formatter='{x:g}', minor_locator=ticker.NullLocator())
         axes.grid(color='#e4e4e4')
         axes.margins(0.15, 0.15)
@@ -158,8 +158,9 @@ def _label(axes: Axes, points: Sequence[tuple], shown: Sequence[tuple]) -> None:
     others = [one for name, one in named.items() if all(name != r.candidate for r, _ in shown)]
     to_pixels, scale = axes.transData.transform, 72 / axes.figure.dpi
     drawn = [at for line in axes.lines for at in to_pixels(line.get_xydata())]
-    if len(shown) > 1:  # along the arrow
-        drawn += [*np.linspace(*(to_pixels(at) for _, at in shown), 30)]
+    lines = [line.get_xydata() for line in axes.lines if line.get_linestyle() == '-']
+    lines += [[at for _, at in shown]] * (len(shown) > 1)  # the arrow
+    drawn += [at for ends in lines for at in np.linspace(*to_pixels(ends), 30)]
     taken = [Bbox.from_extents(x - 6, y - 6, x + 6, y + 6) for x, y in drawn]
     for row, at in [*shown, *others]:
         stands_out = any(at is own for _, own in shown)

@@ -62,7 +62,7 @@ class Steps:
         known = [kind for kind in self.left if self.took[kind]]
         seconds = sum(self.left[kind] * fmean(self.took[kind]) for kind in known)
         about = 'about' if len(known) == len(self.left) else 'more than'
-        return f', {about} {duration(seconds)} left' if known else ''
+        return f', {about} {duration(seconds)} left' if seconds >= 1 else ''
 
     def tell(self, how: str) -> None:
         """Say how far a step is, at most once a minute."""

@@ -64,8 +64,8 @@ def test_picture_without_tests():
     'interval, expected',
     [
         ([-0.4, 0.3], 'The same mIoU, 2.2 × as fast'),
-        ([-3, 2.5], '0.3 points less mIoU [-3.0, 2.5], 2.2 × as fast'),  # too few images to tell
-        ([-0.6, -0.1], '0.3 points less mIoU [-0.6, -0.1], 2.2 × as fast'),
+        ([-3, 2.5], '-0.3 mIoU [-3.0, 2.5], 2.2 × as fast'),  # too few images to tell
+        ([-0.6, -0.1], '-0.3 mIoU [-0.6, -0.1], 2.2 × as fast'),
         (None, '2.2 × as fast'),
     ],
 )
