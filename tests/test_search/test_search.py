@@ -506,7 +506,7 @@ def test_errors_leave_the_folder_as_it_was(folder, monkeypatch):
     for wrong, text in (
         (dict(latency=40), r'in \(0, 1\), not 40'), (dict(latency=0), 'not 0'),
         (dict(max_loss=-1), 'not -1'), (dict(budgets=[60]), r'not \[60\]'),
-        (dict(max_loss=1, num_images=0), 'needs 30 images'), (dict(formats=['tensorrt']), 'no format'),
+        (dict(max_loss=1, num_images=0), 'needs 30 images'), (dict(formats=['trt']), 'no format'),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             run(**wrong)
