@@ -216,7 +216,7 @@ def search(args: argparse.Namespace, name: str) -> None:
     )
     write(args, 'GPU search', name, 'all', 's', {'': time.monotonic() - begin})
     for of, key, unit in (('time', 'ms', 'ms'), ('speedup', 'speedup', ''), ('AP', 'metric', '')):
-        found = {f'{row["candidate"]}, {row["format"]}': row[key] for row in rows}
+        found = {row.name: getattr(row, key) for row in rows}
         found = {form: value for form, value in found.items() if value is not None}
         write(args, 'GPU search', name, of, unit, found)
 

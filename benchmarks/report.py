@@ -21,14 +21,11 @@ from pathlib import Path
 
 from benchmarks import tables
 from repa_mm.io.files import replacing, write_text
-from repa_mm.search.report import scatter
+from repa_mm.search.report import scatter, short
+from repa_mm.search.rows import Row
 from repa_mm.version import __version__
 
 WHAT, CHOSEN, BESIDE = 'speed-up: ', 'chosen: ', 'beside others: '
-NAMES = {
-    'coco/bbox_mAP': 'box AP', 'coco/segm_mAP': 'mask AP', 'mIoU': 'mIoU',
-    'accuracy/top1': 'top-1',
-}  # fmt: skip
 
 
 def to_csv(
@@ -39,7 +36,7 @@ def to_csv(
     Each candidate has those of its fastest format, unless a wider one is faster, and the chosen
     model has some by itself. ``others`` is the content of ``rivals.json``.
     """
-    name = NAMES.get(results['metric'], results['metric'])
+    name = short(results['metric'])
     config, checkpoint = (osp.basename(results[key]) for key in ('config', 'checkpoint'))
     fixed = dict(
         model=model, run=results['images'].split(' images')[0] + ' images', cpu=cpu,
@@ -48,9 +45,7 @@ def to_csv(
         date=f'{datetime.date.today():%Y-%m}',
     )  # fmt: skip
     shown = results['rows'][:1]
-    for _, rows in groupby(
-        results['rows'][1:], lambda row: row['candidate']
-    ):  # from wide to narrow
+    for _, rows in groupby(results['rows'][1:], lambda row: row['candidate']):  # wide to narrow
         row = max(rows, key=lambda row: row['speedup'])
         if row['speedup'] > shown[-1]['speedup']:
             shown.append(row)
@@ -138,8 +133,8 @@ def main() -> None:
     rows = list(to_csv(results, args.model, args.cpu, args.options, others))
     write(rows, tables.RESULTS, args.readme)
     if args.readme:
-        name = NAMES.get(results['metric'], results['metric'])
-        picture = scatter(results['rows'], name, points(results['rows'], others))
+        found, rows = points(results['rows'], others), [Row(**row) for row in results['rows']]
+        picture = scatter(rows, results['metric'], found)
         write_text(str(tables.ROOT / 'docs' / 'speed_up.svg'), picture)
 
 

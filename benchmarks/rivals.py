@@ -2,11 +2,11 @@
 
 In one process, and on the images that the command tested on:
 
-- The model with faster parts, in its fastest format, runs on smaller images.
+- The model with exact parts, in its fastest format, runs on smaller images.
 
 - Torch-Pruning (https://github.com/VainF/Torch-Pruning, ``pip install torch-pruning``) removes
   hidden channels of FFNs by its own importance criteria, without training. The pruned models get
-  our faster parts and our export, so that the table compares what is removed.
+  our exact parts and our export, so that the table compares what is removed.
 - NNCF puts the stock model into 8 bits, with its defaults, and with those for transformers.
 
 ::
@@ -43,7 +43,7 @@ from repa_mm.models import ffn_sites
 from repa_mm.search.bench import export
 from repa_mm.search.formats import EAGER, FORMATS, INT8, in_format_
 from repa_mm.search.judge import Annotated
-from repa_mm.search.record import quiet
+from repa_mm.search.steps import quiet
 
 #: Criteria that need neither labels nor gradients.
 CRITERIA = {'magnitude': 'GroupMagnitude', 'LAMP': 'LAMP'}

@@ -192,7 +192,7 @@ def measured(args: argparse.Namespace) -> None:
         for form in forms:
             stem = stem_of(args.folder, model, form)
             cfg = load_config(f'{stem}.py') if NARROW in form else config_of(model, form)
-            cfg = converted_config(cfg, open_model(cfg))  # all have the faster parts of narrow ones
+            cfg = converted_config(cfg, open_model(cfg))  # all have the exact parts of narrow ones
             opened = open_model(cfg)
             with_objects_(opened)
             content, _ = agreeing_onnx(opened, read_images(cfg, 'val', 8))

@@ -72,7 +72,7 @@ def run_demo(
             config, checkpoint, folder, MAX_LOSS, num_images=NUM_IMAGES, cfg_options=cfg_options
         )
         _show_time(start)
-        return {f'{row["candidate"]}, {row["format"]}': row for row in found}
+        return {row.name: row for row in found}
     cases = {'training form': (cfg, checkpoint, False), 'deploy form': (cfg, checkpoint, True)}
     rows: dict[str, dict[str, float]] = {}
     models = {}

@@ -43,7 +43,9 @@ def main() -> None:
         content, error = agreeing_onnx(model, images, args.shape, args.dynamic, args.batch)
         write_bytes(args.out, content)
     on = 'noise' if args.unchecked else f'{len(images)} images'
-    difference = f'{error:.1e} {MAX_ERROR[Session(content).metadata["task"]][1]}, on {on}'
+    share = MAX_ERROR[Session(content).metadata['task']][1]
+    share = share.replace('the', f'{error.of}')  # objects or pixels
+    difference = f'{error:.1e} {share}, on {on}'
     print(f'wrote {args.out}: {type(model).__name__}, differs from PyTorch by {difference}')
 
 

@@ -1,8 +1,8 @@
 """Make a trained model faster on this machine, and measure what it costs.
 
 The tool prints a table of candidates and formats with times and metrics, and writes it as
-report.html. With a target, it writes the chosen model, too. It keeps what it fits and measures in
-OUT_DIR, so that a second run with another target continues from there.
+report.html and report.md. With a target, it writes the chosen model, too. It keeps what it fits and
+measures in OUT_DIR, so that a second run with another target continues from there.
 """
 
 import argparse
@@ -36,6 +36,10 @@ def parse_args() -> argparse.Namespace:
         '--budgets', type=float, nargs='*', default=[0.6, 0.4, 0.25, 0.15],
         help="fractions of the blocks' multiply-adds to try (0.6 0.4 0.25 0.15)",
     )  # fmt: skip
+    parser.add_argument(
+        '--formats', nargs='+', default=[], metavar='NAME',
+        help="parts of the names of the formats to try, such as OpenVINO or f32 (all)",
+    )  # fmt: skip
     parser.add_argument('--fit-images', type=int, default=64, help='images to fit to (64)')
     parser.add_argument('--repeats', type=int, default=20, help='turns of timing (20)')
     parser.add_argument('--device', help='cpu, or a GPU such as cuda (default: a GPU if present)')
@@ -48,7 +52,7 @@ def main() -> None:
     with readable_errors():
         rows = speed_up(**vars(args))
     has_target = args.max_loss is not None or args.latency is not None
-    sys.exit(has_target and not any(row['chosen'] for row in rows))
+    sys.exit(has_target and not any(row.chosen for row in rows))
 
 
 if __name__ == '__main__':

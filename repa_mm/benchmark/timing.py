@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import io
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from mmengine.utils.dl_utils import collect_env
-from rich.box import MARKDOWN
+from rich.box import MARKDOWN, Box
 from rich.console import Console
 from rich.table import Table
 
@@ -118,15 +119,31 @@ def change(values: np.ndarray, reference: np.ndarray) -> str:
     return f'{ratio:+.1f} % [{low:+.1f}, {high:+.1f}]'
 
 
-def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table in Markdown. The first column has names, the others numbers."""
-    table = Table(box=MARKDOWN)
+def duration(seconds: float) -> str:
+    """Format a time, such as '41 s' or '12 min'."""
+    return f'{seconds:.0f} s' if seconds < 59.5 else f'{seconds / 60:.0f} min'
+
+
+def formatted(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], box: Box | None = MARKDOWN
+) -> str:
+    """Format a table, in Markdown or without lines. Columns with words are at the left."""
+    table, text = Table(box=box, pad_edge=box is not None), io.StringIO()
     for i, column in enumerate(columns):
-        table.add_column(column, justify='right' if i else 'left', no_wrap=True)
+        words = not i or any(row[i][:1].isalpha() for row in rows)
+        table.add_column(column, justify='left' if words else 'right', no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    print(f'\n{title}')
-    Console(width=200).print(table)
+    Console(file=text, width=200).print(table)
+    lines = (line.rstrip() for line in text.getvalue().splitlines())
+    return '\n'.join(line for line in lines if line)
+
+
+def show(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], box: Box | None = MARKDOWN
+) -> None:
+    """Print a table, see :func:`formatted`."""
+    print(f'\n{title}\n\n{formatted(columns, rows, box)}\n')
 
 
 def show_machine() -> None:

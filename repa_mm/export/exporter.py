@@ -55,13 +55,19 @@ def noise(cfg: Config) -> list[dict]:
         return read_images(cfg, 'test', NUM_IMAGES, folder)
 
 
+class Difference(float):
+    """A share of what two models find, and ``of`` how many objects, pixels or scores."""
+
+    of = 0
+
+
 def agreeing_onnx(
     model: nn.Module,
     images: Sequence[dict] | None,
     shape: Sequence[int] | None = None,
     dynamic: bool = True,
     batch: int = 1,
-) -> tuple[bytes, float]:
+) -> tuple[bytes, Difference]:
     """Return the content of an ONNX file of a whole model, from normalized images to predictions.
 
     The file is compared with ``model.test_step``; that of a detector also without its score
@@ -79,8 +85,8 @@ def agreeing_onnx(
 
     Returns:
         tuple: The content, and the largest difference from PyTorch in a batch: 1 minus the strict
-        :func:`~repa_mm.export.agreement`. From a difference above the limit, what the model itself
-        changes by :func:`rounding` is subtracted.
+        :func:`~repa_mm.export.agreement`, ``of`` so many objects in all batches. From a difference
+        above the limit, what the model itself changes by :func:`rounding` is subtracted.
 
     Raises:
         ValueError: If the model predicts in a way that the export does not know, or if the file
@@ -93,7 +99,7 @@ def agreeing_onnx(
     fixed = model.test_cfg.crop_size if wholes[0].slides else (224, 224)
     shape = tuple(shape or (example_shape(model) if dynamic else fixed))
     batch = max(batch, 2) if dynamic else batch  # tracing fixes a dimension of size 1
-    batches, errors = [*cases(wholes[0], images, shape, dynamic, batch)], []
+    batches, errors, number = [*cases(wholes[0], images, shape, dynamic, batch)], [], 0.0
     largest, share = MAX_ERROR[wholes[0].task]
     example = batch, len(images[0]['inputs'][0]), *shape
     contents = [whole_onnx(whole, example, dynamic, noted) for whole in wholes]
@@ -111,11 +117,14 @@ def agreeing_onnx(
                         f'than {largest:.0e}: nothing is written'
                     )
                 errors.append(error)
+                number += num_found(found) / 2
             elif one is models[-1]:
                 raise ValueError(
                     'the model finds nothing in the images to compare on: give others (--images)'
                 )
-    return contents[0], max(errors)
+    result = Difference(max(errors))
+    result.of = round(number)
+    return contents[0], result
 
 
 def cases(

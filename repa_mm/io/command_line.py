@@ -1,6 +1,7 @@
 """What the command lines of ``tools/`` share."""
 
 import argparse
+import logging
 import os.path as osp
 import runpy
 import sys
@@ -8,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from mmengine.config import DictAction
+from mmengine.logging import MMLogger
 
 from repa_mm.io.configs import load_config
 from repa_mm.io.paths import config_root
@@ -28,11 +30,23 @@ def tool_parser(description: str, **options) -> argparse.ArgumentParser:
 
 @contextmanager
 def readable_errors() -> Iterator[None]:
-    """End a tool with a message instead of a traceback if a file or a value is wrong."""
+    """End a tool with a message instead of a traceback if a file or a value is wrong.
+
+    What MMEngine logs, such as where weights come from, is printed once.
+    """
+    logger, seen = MMLogger.get_current_instance(), set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        what = record.getMessage().partition(':')[0]
+        return not (what in seen or seen.add(what))
+
+    logger.addFilter(is_new)
     try:
         yield
     except (ValueError, OSError, CheckpointError) as error:
         sys.exit(f'error: {error}')
+    finally:
+        logger.removeFilter(is_new)
 
 
 def codebase_tool(arguments: Sequence[str], name: str) -> str | None:

@@ -1,22 +1,25 @@
-"""Rows of the table: candidates in each format, opened one at a time beside the original."""
+"""Measures candidates in each format: files are written, then timed, then tested."""
 
 import copy
 import gc
 import os.path as osp
 import time
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 import torch
 import torch.nn as nn
+from mmengine.config import Config
 from mmengine.structures import BaseDataElement
 
 from repa_mm.apis import open_model
 from repa_mm.apis.features import check_same
 from repa_mm.apis.images import cropped
 from repa_mm.apis.models import deploy_
-from repa_mm.benchmark.timing import SETTLE, compare, measure
+from repa_mm.benchmark.timing import SETTLE, compare, duration, measure
 from repa_mm.benchmark.variants import STOCK
 from repa_mm.convert import Conversion
 from repa_mm.convert.changed_config import converted_config
@@ -29,35 +32,30 @@ from repa_mm.io.files import write_bytes, write_text
 from repa_mm.reparam import has_deploy_form
 from repa_mm.search.formats import EAGER, FLOAT32, FORMATS, INT8, in_format_, installed_formats
 from repa_mm.search.judge import Judge, Score
-from repa_mm.search.record import Record, quiet, step
+from repa_mm.search.options import Options
+from repa_mm.search.record import Record
+from repa_mm.search.rows import Candidate, Row, Target
+from repa_mm.search.steps import quiet
 
+#: Name of the model whose parts compute the same faster.
+EXACT = 'exact parts'
 #: Seconds for each timed model, after which no more turns begin.
 MOST_SECONDS = 20
 #: A model that takes longer for an image is large. All its turns are of one image, so that none of
 #: them compiles for a new size, and int8 is left out: quantizing took 16 GB and did not finish.
 SLOW_SECONDS = 20
-#: Columns of a row that tell its test.
-TESTED = 'metric', 'difference', 'interval', 'tested_in'
 #: By what is found in an image, the task. Others are classification.
 TASKS = dict(
     pred_instances='detection', pred_panoptic_seg='panoptic', pred_sem_seg='segmentation'
 )  # fmt: skip
 
 
-def candidate(name: str, config: str, checkpoint: str, budget: float = 1.0) -> dict:
-    """Return the columns of a model, which keeps a fraction of its blocks' multiply-adds."""
-    return dict(candidate=name, config=config, checkpoint=checkpoint, budget=budget)
+def originals(
+    model: nn.Module, checkpoint: str, folder: str, data: dict
+) -> tuple[Candidate, Candidate]:
+    """Return two candidates, the original and that with exact parts, and write their configs.
 
-
-def row_of(model: dict, kind: str, file: str | None = None) -> dict:
-    """Return a row of a candidate that is not tested, without what is measured."""
-    return dict(model, format=kind, file=file, chosen=False, **dict.fromkeys(TESTED))
-
-
-def originals(model: nn.Module, checkpoint: str, folder: str, data: dict) -> tuple[dict, dict]:
-    """Return two candidates, the original and the same with faster parts, and write their configs.
-
-    Where no part becomes faster, both are the original. ``model`` is from ``open_model(…,
+    Where no part becomes another one, both are the original. ``model`` is from ``open_model(…,
     merge=True)``; if that has merged it, its checkpoint is written, too. What is written is opened
     again, and must compute what the model computes on ``data``, a batch of one image.
     """
@@ -68,14 +66,14 @@ def originals(model: nn.Module, checkpoint: str, folder: str, data: dict) -> tup
         deploy_(model.cfg.model)
         save_model(model, given, checkpoint, data)
     write_text(f'{stem}.py', model.cfg.pretty_text)
-    found, faster = [candidate(name, f'{stem}.py', checkpoint)], converted_config(model.cfg, model)
-    if faster is not model.cfg:
-        path = osp.join(folder, 'faster.py')
-        write_text(path, faster.pretty_text)
-        found.append(candidate('faster parts', path, checkpoint))
+    found, exact = [Candidate(name, f'{stem}.py', checkpoint)], converted_config(model.cfg, model)
+    if exact is not model.cfg:
+        path = osp.join(folder, 'exact.py')
+        write_text(path, exact.pretty_text)
+        found.append(Candidate(EXACT, path, checkpoint))
     for one in found:
-        opened = open_model(one['config'], checkpoint)
-        check_same(opened, model, cropped(data), f'{one["candidate"]} ({one["config"]})')
+        opened = open_model(one.config, checkpoint)
+        check_same(opened, model, cropped(data), f'{one.candidate} ({one.config})')
     return found[0], found[-1]
 
 
@@ -96,202 +94,238 @@ def same(found: BaseDataElement, expected: BaseDataElement) -> bool:
     return num_found([both]) > 0 and 1 - agreement_of([both]) <= largest
 
 
-def meets(row: dict, max_loss: float) -> bool:
-    """Return True if the whole interval of a row's difference is above the floor."""
-    return bool(row['interval']) and row['interval'][0] >= -max_loss
-
-
 class Bench:
     """Finds what is not known of candidates: fits, files, times and tests.
 
     ``stock`` and ``base`` are the candidates of :func:`originals`, of which the second is narrowed.
-    ``tested`` is the number of images to test on, ``calibration`` returns those to fit to, and to
-    calibrate int8 on. The other arguments are those of :func:`~repa_mm.speed_up`.
+    ``cfg`` is the original's. ``tested`` is the number of images to test on. ``calibration``
+    returns those to fit to, and to calibrate int8 on.
     """
 
     def __init__(
-        self, stock: dict, base: dict, checkpoint: str, record: Record, judge: Judge, tested: int,
-        device: str, repeats: int, batch_size: int, calibration: Callable[[], list[dict]],
+        self, stock: Candidate, base: Candidate, cfg: Config, record: Record, judge: Judge,
+        tested: int, target: Target, options: Options, calibration: Callable[[], list[dict]],
     ) -> None:  # fmt: skip
-        self.base, self.checkpoint, self.record, self.judge = base, checkpoint, record, judge
-        self.tested, self.device, self.repeats = tested, device, repeats
-        self.calibration = calibration
-        self.timed, self.stock_times = judge.images(repeats, batch_size), []
-        self.image, self.tests = judge.images(1)[0], []  # tested rows of float32 and their finds
-        self.kinds, reasons = installed_formats(device)
-        self.stock = row_of(stock, EAGER)
+        self.base, self.cfg, self.record, self.judge, self.tested = base, cfg, record, judge, tested
+        self.target, self.options, self.calibration = target, options, calibration
+        self.device, self.steps, self.begun = options.device, record.steps, Counter()
+        self.timed = judge.images(options.repeats, options.batch_size)
+        self.image, self.stock_times = judge.images(1)[0], []
+        #: By the config, what formats of float32 find in an image, and their tests.
+        self.tests: dict[str, list[tuple[BaseDataElement, dict]]] = defaultdict(list)
+        self.kinds, reasons = installed_formats(self.device, options.formats)
+        self.stock = Row(**vars(stock))
         with quiet(), torch.no_grad():
             self.original = self.open(self.stock)
             begin = time.monotonic()
-            self.expected = self.original.test_step(copy.deepcopy(self.image))[0].cpu()
+            self.expected = self.find(self.original)
         if time.monotonic() - begin > SLOW_SECONDS:
             by_size = sorted(self.timed, key=lambda data: sum(x.numel() for x in data['inputs']))
             self.timed = [by_size[len(by_size) // 2]]
             if INT8 in self.kinds:
                 self.kinds.remove(INT8)
                 reasons.append(f'{INT8} is left out: an image takes more than {SLOW_SECONDS} s')
-        self.sizes = {tuple(image.shape[-2:]) for data in self.timed for image in data['inputs']}
+        sizes = {tuple(image.shape[-2:]) for data in self.timed for image in data['inputs']}
+        timed = f'{options.batch_size} images' if options.batch_size > 1 else 'one image'
+        record.content['timed'] = timed + (f' of {len(sizes)} sizes' if len(sizes) > 1 else '')
         record.notes += reasons
 
-    def candidates(self, budgets: Sequence[float]) -> Iterator[dict]:
+    def candidates(self) -> Iterator[Candidate]:
         """Yield the base, and narrower models from wide to narrow, unless their fit fails."""
         yield self.base
         names = set()
-        for percent in sorted({max(1, round(100 * budget)) for budget in budgets}, reverse=True):
+        for percent in self.options.percents:
             what = f'{percent} % of the blocks'
             with self.record.optional(what):
+                if f'fit {what}' not in self.record.content['known']:
+                    _ = self.conversion  # is a step of its own
                 found = self.record.find(f'fit {what}', self._fit, percent)
                 name = f'{100 * found["budget"]:.0f} %'
                 if name not in names:  # sizes have a least
                     names.add(name)
                     stem = osp.join(self.record.out_dir, f'candidates/{percent}')
-                    yield candidate(name, f'{stem}.py', f'{stem}.pth', found['budget'])
+                    yield Candidate(name, f'{stem}.py', f'{stem}.pth', found['budget'])
 
     @cached_property
-    def _conversion(self) -> Conversion:
+    def conversion(self) -> Conversion:
         """What every budget needs: the parts, and what a loss of each costs."""
-        model = open_model(self.base['config'], self.base['checkpoint']).to(self.device)
-        return conversion_of(model, self.calibration())
+
+        def prepare() -> Conversion:
+            model = open_model(self.base.config, self.base.checkpoint).to(self.device)
+            found = conversion_of(model, self.calibration())
+            found.sizes()
+            return found
+
+        return self.steps.run('measure what each part costs', prepare)
 
     def _fit(self, percent: int) -> dict:
-        narrow, report = self._conversion.fit(self._conversion.sizes(percent / 100))
+        def tell(part, number: int, seconds: float) -> None:
+            self.steps.tell(f'{part.name}, about {duration(seconds)} left for this fit')
+
+        sizes = self.conversion.sizes(percent / 100)
+        narrow, report = self.conversion.fit(sizes, progress=tell)
         stem = f'candidates/{percent}'
-        save_model(narrow, self.checkpoint, f'{self.record.out_dir}/{stem}.pth', self.image)
+        save_model(narrow, self.stock.checkpoint, f'{self.record.out_dir}/{stem}.pth', self.image)
         files = self.record.hashes([f'{stem}.pth', f'{stem}.py'])
         return dict(budget=max(percent / 100, round(report.fraction, 2)), files=files)
 
-    def rows(self, model: dict, is_int8: bool, floor: float | None = None) -> list[dict]:
+    def plan(self, is_int8: bool = False) -> None:
+        """Count the steps that are left at most, before a candidate is measured."""
+        number, begun = len(self.options.percents) + 1, self.begun[False]
+        floats, int8 = (0, begun) if is_int8 else (number - begun, number)
+        int8 = (int8 - self.begun[True]) * (INT8 in self.kinds)
+        kinds = [kind for kind in self.kinds if kind != INT8]
+        # Formats of float32 share a test.
+        tests = floats * len({kind in FLOAT32 or kind for kind in kinds}) + int8
+        self.steps.left = +Counter(  # without zeros
+            measure=int(1 < floats == number), fit=max(floats - 1, 0), quantize=int8,
+            write=floats * len({FORMATS[kind].file for kind in kinds} - {''}),
+            time=floats * len(kinds) + int8,
+            test=(tests + (self.stock.metric is None)) * bool(self.tested),
+        )  # fmt: skip
+
+    def rows(self, model: Candidate, is_int8: bool) -> list[Row]:
         """Return the rows of a candidate in its formats of floats, or in int8.
 
-        With a floor, no row is tested that is surely slower than one that keeps it.
+        If the loss alone counts, no row is tested that is surely slower than one that keeps it.
         """
-        name, stem = model['candidate'], osp.splitext(model['config'])[0]
+        self.plan(is_int8)
+        self.begun[is_int8] += 1
         kinds = [kind for kind in self.kinds if (kind == INT8) == is_int8]
-        if name == self.stock['candidate']:
+        if model.candidate == self.stock.candidate:
             kinds = [kind for kind in kinds if kind != EAGER]
-        rows, files = [], {'': None}
+        files, rows = self.files(model, kinds), []
+        for kind in reversed(kinds):  # the fastest comes first, mostly
+            if FORMATS[kind].file in files:
+                kept = rows if self.target.is_loss_alone else ()
+                kept = [row.speedup_interval[0] for row in kept if self.target.keeps(row)]
+                with self.record.optional(f'{model.candidate} in {kind}'):
+                    row = Row(**vars(model), format=kind, file=files[FORMATS[kind].file])
+                    rows.insert(0, self.measured(row, max(kept, default=0)))
+        return rows
+
+    def files(self, model: Candidate, kinds: Sequence[str]) -> dict[str, str | None]:
+        """Return the files that formats need, by their suffix, unless the export fails."""
+        stem, found = osp.splitext(model.config)[0], {'': None}
         for suffix in {FORMATS[kind].file for kind in kinds} - {''}:
-            what = f'{name} in {suffix.split(".")[-1]}'
+            verb = 'quantize' if suffix == FORMATS[INT8].file else 'write'
+            what = f'{model.candidate} in {suffix.split(".")[-1]}'
             with self.record.optional(what):
                 path = f'{stem}{suffix}'
                 mark = f' as {osp.basename(path)}'  # fits of two budgets may have one name
-                self.record.find(f'write {what}', self._export, model, path, mark=mark)
-                files[suffix] = path
-        for kind in reversed(kinds):  # the fastest comes first, mostly
-            if FORMATS[kind].file in files:
-                kept = [row for row in rows if floor is not None and meets(row, floor)]
-                enough = max((row['speedup_interval'][0] for row in kept), default=0)
-                with self.record.optional(f'{name} in {kind}'):
-                    row = row_of(model, kind, files[FORMATS[kind].file])
-                    rows.insert(0, self._measured(row, enough))
-        return rows
+                self.record.find(f'{verb} {what}', self._export, model, path, mark=mark)
+                found[suffix] = path
+        return found
 
-    def _export(self, model: dict, path: str) -> dict:
-        opened = open_model(model['config'], model['checkpoint'])
+    def _export(self, model: Candidate, path: str) -> dict:
+        opened = open_model(model.config, model.checkpoint)
         export(opened, path, self.calibration, self.judge)
         names = {path, path.replace('.xml', '.bin')}
         return dict(files=self.record.hashes([f'candidates/{osp.basename(x)}' for x in names]))
 
-    def _measured(self, row: dict, enough: float) -> dict:
+    def measured(self, row: Row, enough: float) -> Row:
+        """Return a row with its times and, unless others are surely ``enough`` faster, a test."""
         # A method, since its return frees the model before the next one is opened.
-        (model,) = self.time([row])
-        self.test(row, model, row['speedup_interval'][1] > enough)
-        return row
+        (row,), (model,) = self.time([row])
+        return self.test(row, model, row.speedup_interval[1] > enough)
 
-    def open(self, row: dict) -> nn.Module:
+    def open(self, row: Row) -> nn.Module:
         """Return the model of a row, which has run one image, at which compilers compile."""
-        form, file = FORMATS[row['format']], row['file']
+        form = FORMATS[row.format]
         gc.collect()  # of the model before
-        if file:
-            model = ExportedModel(file, self.original.data_preprocessor, form.runtime)
+        if row.file:
+            model = ExportedModel(row.file, self.original.data_preprocessor, form.runtime)
         else:
-            model = open_model(row['config'], row['checkpoint']).to(self.device)
-            is_stock = row['candidate'] == self.stock['candidate']
+            model = open_model(row.config, row.checkpoint).to(self.device)
+            is_stock = row.candidate == self.stock.candidate
             if not is_stock and next(model.parameters()).is_cuda:
                 model = faster_on_gpu_(model)
             model = in_format_(model, form)
         # A graph for each size.
         for data in [self.image, *(self.timed if form.captured else ())]:
             model.test_step(copy.deepcopy(data))
-        row.setdefault('mb', megabytes(model, file))
         return model
 
-    def time(self, rows: Sequence[dict]) -> list[nn.Module]:
-        """Time rows in turn with the original and with each other, and return their models."""
+    def find(self, model: nn.Module) -> BaseDataElement:
+        """Return what a model finds in an image."""
+        with quiet(), torch.no_grad():
+            return model.test_step(copy.deepcopy(self.image))[0].cpu()
+
+    def time(self, rows: Sequence[Row]) -> tuple[list[Row], list[nn.Module]]:
+        """Time rows in turn with the original and with each other; return them and their models."""
 
         def timed() -> tuple:
             models = [self.open(row) for row in rows]
             return models, self._times(*models)
 
-        names = ' | '.join(f'{row["candidate"]}, {row["format"]}' for row in rows)
-        models, (stock, *others) = step(f'time {names}', timed)
+        names = ' | '.join(row.name for row in rows)
+        models, (stock, *others) = self.steps.run(f'time {names}', timed)
         self.stock_times.append(stock)
-        for row, times in zip(rows, others):
-            row.update(columns_of(times, stock))
-        return models
+        sizes = [megabytes(model, row.file) for model, row in zip(models, rows)]
+        found = zip(rows, sizes, others)
+        return [replace(row, mb=mb, **columns_of(x, stock)) for row, mb, x in found], models
 
     def _times(self, *models: nn.Module) -> list[np.ndarray]:
         """Return the times of the original and of other models."""
         calls = {str(i): model.test_step for i, model in enumerate((self.original, *models))}
         seconds = MOST_SECONDS * len(calls)
         settle = 0 if torch.device(self.device).type == 'cuda' else SETTLE
-        times = measure(calls, self.timed, self.repeats, seconds, settle, per_turn=True)
+        times = measure(calls, self.timed, self.options.repeats, seconds, settle, per_turn=True)
         return [*times.values()]
 
-    def time_again(self, rows: Sequence[dict]) -> None:
-        """Time rows again, unless that fails, of memory mostly."""
+    def time_again(self, rows: list[Row]) -> list[Row]:
+        """Return rows that are timed again, or as they are if that fails, of memory mostly."""
         with self.record.optional('a second timing'):
-            self.time(rows)
+            return self.time(rows)[0]
+        return rows
 
-    def stock_row(self) -> dict:
+    def stock_row(self) -> Row:
         """Return the row of the original, with all its turns beside others."""
         times = np.concatenate(self.stock_times or self._times())
-        self.stock.update(columns_of(times, times))
-        return self.stock
+        mb = megabytes(self.original, None)
+        return replace(self.stock, mb=mb, **columns_of(times, times))
 
-    def test(self, row: dict, model: nn.Module, is_needed: bool = True) -> None:
-        """Add what is known of a test, or if it is needed what it finds.
+    def test(self, row: Row, model: nn.Module, is_needed: bool = True) -> Row:
+        """Return a row with what is known of a test, or if it is needed what it finds.
 
         A format of float32 shares the test of another one that finds the same in an image.
         """
         if not self.tested:
-            return
-        found, what = None, f'test {row["candidate"]}, {row["format"]}'
-        mark = f' of {osp.basename(row["config"])} on {self.judge.mark}'
-        if row['format'] in FLOAT32:
-            with quiet(), torch.no_grad():
-                found = model.test_step(copy.deepcopy(self.image))[0].cpu()
-            for other, expected in self.tests:
-                if other['config'] == row['config'] and same(found, expected):
-                    row.update({key: other[key] for key in TESTED})
-                    return
-        if is_needed or what + mark in self.record.content['known']:
-            row.update(self.record.find(what, self._test, row, model, found, mark=mark))
-            if found is not None:
-                self.tests.append((row, found))
+            return row
+        found, tests = self.find(model) if row.format in FLOAT32 else None, self.tests[row.config]
+        shared = (test for expected, test in tests if found is not None and same(found, expected))
+        if test := next(shared, None):
+            return replace(row, **test)
+        what, mark = f'test {row.name}', f' of {osp.basename(row.config)} on {self.judge.mark}'
+        if not is_needed and what + mark not in self.record.content['known']:
+            return row
+        test = self.record.find(what, self._test, row, model, found, mark=mark)
+        if found is not None:
+            tests.append((found, test))
+        return replace(row, **test)
 
     @cached_property
     def _score(self) -> Score:
         return self.judge(self.original)
 
-    def _test(self, row: dict, model: nn.Module, found: BaseDataElement | None) -> dict:
-        stock, kind = self._score, row['format']
+    def _test(self, row: Row, model: nn.Module, found: BaseDataElement | None) -> dict:
+        score, change, interval = self._score, 0.0, [0.0, 0.0]
         self.record.content['metric'] = self.judge.name
-        score, change, interval = stock, 0.0, [0.0, 0.0]
-        if row is not self.stock:
-            score, is_equal = self.judge(model), row['budget'] == 1 and found is not None
+        if row.name != self.stock.name:
+            score, is_equal = self.judge(model), row.budget == 1 and found is not None
             is_equal = is_equal and same(found, self.expected)
-            change, *interval = self.judge.difference(score, stock, is_equal)
-        return dict(metric=score.value, difference=change, interval=interval, tested_in=kind)
+            change, *interval = self.judge.difference(score, self._score, is_equal)
+        return dict(metric=score.value, difference=change, interval=interval, tested_in=row.format)
 
 
 def columns_of(times: np.ndarray, stock: np.ndarray) -> dict:
-    """Return the columns of a row that tell its times, given those of both in the same turns."""
+    """Return the fields of a row that tell its times, given those of both in the same turns."""
     speedup, *interval = compare(stock, times)
     low, ms, high, p95 = np.percentile(times, [25, 50, 75, 95]).tolist()
     return dict(
-        ms=ms, ms_interval=[low, high], ms_p95=p95, speedup=speedup, speedup_interval=interval
-    )
+        ms=ms, ms_interval=[low, high], ms_p95=p95, stock_ms=float(np.median(stock)),
+        speedup=speedup, speedup_interval=interval,
+    )  # fmt: skip
 
 
 def megabytes(model: nn.Module, file: str | None) -> float:

@@ -1,5 +1,6 @@
 """The formats that a model can run in, on a CPU or a GPU."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -37,18 +38,31 @@ FORMATS = {
 FLOAT32 = EAGER, ORT, F32
 
 
-def installed_formats(device: str) -> tuple[list[str], list[str]]:
-    """Return the formats that run on a device, and lines that say why others do not."""
+def matching(texts: Sequence[str]) -> list[str]:
+    """Return the formats whose names have any of the texts in them; without a text, all.
+
+    Raises:
+        ValueError: If no name has a text in it.
+    """
+    named = {text: [kind for kind in FORMATS if text.lower() in kind.lower()] for text in texts}
+    for text, kinds in named.items():
+        if not kinds:
+            raise ValueError(f'no format has {text!r} in its name: {", ".join(FORMATS)}')
+    return [kind for kind in FORMATS if not texts or any(kind in x for x in named.values())]
+
+
+def installed_formats(device: str, texts: Sequence[str] = ()) -> tuple[list[str], list[str]]:
+    """Return the :func:`matching` formats that a device runs, and why others are left out."""
+    kinds, found, reasons = matching(texts), [], []
     if torch.device(device).type == 'cuda':
-        return [kind for kind, form in FORMATS.items() if not form.file], []
-    found, reasons = [EAGER], []
-    for kind in ORT, F32, BF16, INT8:
+        return [kind for kind in kinds if not FORMATS[kind].file], []
+    for kind in kinds:
         missing = [name for name in FORMATS[kind].packages.split() if not find_spec(name)]
         if missing:
             reasons.append(f'{kind} is left out: {missing[0]} is not installed')
         elif kind == BF16 and not _has_bf16():
             reasons.append(f'{kind} is left out: this processor does not have it')
-        else:
+        elif kind == EAGER or FORMATS[kind].file:
             found.append(kind)
     return found, reasons
 
@@ -57,6 +71,13 @@ def _has_bf16() -> bool:
     import openvino
 
     return 'BF16' in openvino.Core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES')
+
+
+def precision_of(kind: str) -> str:
+    """Return the type, 'f32' or 'bf16', in which floats are computed in a format with a file."""
+    if FORMATS[kind].file == '.onnx':
+        return FORMATS[kind].runtime or 'f32'
+    return 'bf16' if _has_bf16() else 'f32'  # as OpenVINO chooses
 
 
 def in_format_(model: nn.Module, form: Format) -> nn.Module:

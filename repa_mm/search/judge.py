@@ -4,7 +4,6 @@ import copy
 import json
 import os.path as osp
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import mmengine
@@ -15,19 +14,21 @@ from mmengine.config import Config, ConfigDict
 from mmengine.dataset import pseudo_collate
 from mmengine.evaluator import BaseMetric, Evaluator
 from mmengine.registry import DATASETS
+from mmengine.registry import METRICS as METRIC_TYPES
 from torch.utils.data import Dataset
 
 from repa_mm.apis.images import evenly
 from repa_mm.export import agreement_of, num_found, overlap
 from repa_mm.io.files import write_text
-from repa_mm.search.precision import coco_records, mean_ap, voc_records
+from repa_mm.search.precision import coco_records, voc_records
 from repa_mm.search.record import hash_of_file, hashed
 
-#: Metrics to judge by, the first that an evaluator has, with the points of a 1 in them. In others
-#: less may be better, or images cannot be resampled.
+#: Metrics to judge by, the first that an evaluator has, with short names and the points of a 1 in
+#: them. In others less may be better, or images cannot be resampled.
 METRICS = {
-    'coco/segm_mAP': 100, 'coco/bbox_mAP': 100, 'pascal_voc/mAP': 100, 'mIoU': 1, 'mDice': 1,
-    'mFscore': 1, 'multi-label/mAP': 1, 'accuracy/top1': 1,
+    'coco/segm_mAP': ('mask AP', 100), 'coco/bbox_mAP': ('box AP', 100),
+    'pascal_voc/mAP': ('mAP', 100), 'mIoU': ('mIoU', 1), 'mDice': ('mDice', 1),
+    'mFscore': ('mFscore', 1), 'multi-label/mAP': ('mAP', 1), 'accuracy/top1': ('top-1', 1),
 }  # fmt: skip
 RESAMPLES = 400
 #: With fewer images, the bootstrap's interval is too narrow to guarantee a largest loss.
@@ -128,8 +129,8 @@ class Annotated(Judge):
                 f'{", ".join(METRICS)}: {INSTEAD}'
             )
         self.name, (value, metric, results) = name, found[name]
-        value *= METRICS[name]
-        points, records = resampled(metric, name, results)
+        value *= METRICS[name][1]
+        points, records = adapter_of(type(metric)).records(metric, name, results)
         # A metric of one's own class may compute something else than what is resampled.
         if abs(points(records, np.ones(self.num_images, int)) - value) > 0.1:
             raise ValueError(
@@ -168,11 +169,6 @@ def _mean_agreement(records: list, weights: np.ndarray) -> float:
     return 100 * agreement_of([x for x, weight in zip(records, weights) for _ in range(weight)])
 
 
-def share(hits: np.ndarray, weights: np.ndarray) -> float:
-    """Return the percentage of images with a hit."""
-    return 100 * float(hits @ weights / weights.sum())
-
-
 def subset(
     cfg: Config, num_images: int, ann_file: str
 ) -> tuple[ConfigDict, list[ConfigDict], Dataset, list[int]]:
@@ -205,10 +201,11 @@ def subset(
     if len(indices) < len(dataset):
         loader.dataset.indices = indices
         ids = {dataset.get_data_info(i).get('img_id') for i in indices}
-        for i, one in enumerate(evaluators):
-            if str(one.get('ann_file')).endswith('.json'):
-                own = f'{osp.splitext(ann_file)[0]}_{i}.json'
-                one.ann_file = _of_images(ids, one.ann_file, own)
+        with METRIC_TYPES.switch_scope_and_registry(None) as registry:
+            kinds = [registry.get(one.type) for one in evaluators]
+        for i, (kind, one) in enumerate(zip(kinds, evaluators)):
+            if restrict := adapter_of(kind).restrict:
+                restrict(one, ids, f'{osp.splitext(ann_file)[0]}_{i}.json')
     return loader, evaluators, dataset, indices
 
 
@@ -218,29 +215,54 @@ def files_of(dataset: Dataset, indices: Sequence[int]) -> list[tuple]:
     return [(path, osp.getsize(path) if osp.isfile(path) else 0) for path in paths]
 
 
-def _of_images(ids: set, given: str, ann_file: str) -> str:
-    """Return a file of COCO with the annotations of some images alone, which is written."""
-    content = mmengine.load(given)
-    content['images'] = [image for image in content['images'] if image['id'] in ids]
-    content['annotations'] = [a for a in content['annotations'] if a['image_id'] in ids]
-    write_text(ann_file, json.dumps(content))
-    return osp.abspath(ann_file)
+def share(hits: np.ndarray, weights: np.ndarray) -> float:
+    """Return the percentage of images with a hit."""
+    return 100 * float(hits @ weights / weights.sum())
 
 
-def resampled(metric: BaseMetric, name: str, results: list) -> tuple[Callable, Any]:
-    """Return a function of records and weights of images (images, ) to points, and the records."""
-    kinds = [kind.__name__ for kind in type(metric).__mro__]
-    if 'CocoMetric' in kinds:
-        return mean_ap, coco_records(metric, results, name.split('/')[-1].split('_')[0])
-    if 'VOCMetric' in kinds:
-        points = 11 if metric.eval_mode == '11points' else None
-        return partial(mean_ap, points=points), voc_records(metric, results)
+def with_own_annotations_(evaluator: ConfigDict, ids: set, ann_file: str) -> None:
+    """Write a file of COCO with the annotations of some images alone, and let a metric read it."""
+    if evaluator.get('ann_file'):
+        content = mmengine.load(evaluator.ann_file)
+        content['images'] = [image for image in content['images'] if image['id'] in ids]
+        content['annotations'] = [a for a in content['annotations'] if a['image_id'] in ids]
+        write_text(ann_file, json.dumps(content))
+        evaluator.ann_file = osp.abspath(ann_file)
+
+
+def computed_anew(metric: BaseMetric, name: str, results: list) -> tuple[Callable, Any]:
+    """Let a metric compute its value anew from results that are there several times or not."""
 
     def weighted(results: list, weights: Sequence[int]) -> float:
         found = metric.compute_metrics([r for r, w in zip(results, weights) for _ in range(w)])
         # A metric gives its names without its prefix.
-        return METRICS[name] * float(found.get(name, found.get(name.split('/')[-1])))
+        return METRICS[name][1] * float(found.get(name, found.get(name.split('/')[-1])))
 
     if name == 'accuracy/top1':
         return share, np.array([weighted([result], [1]) > 0 for result in results])
     return weighted, results
+
+
+class Adapter(NamedTuple):
+    """What a search needs of a class of metrics.
+
+    ``restrict`` changes a metric's config in place, given images' ids and a file for annotations.
+    ``records`` returns a function of records and weights of images (images, ) to points, and the
+    records, given a metric, its name in :data:`METRICS` and its results.
+    """
+
+    restrict: Callable | None = None
+    records: Callable = computed_anew
+
+
+#: By the names of classes, which their subclasses share.
+ADAPTERS = dict(
+    CocoMetric=Adapter(with_own_annotations_, coco_records),
+    CocoPanopticMetric=Adapter(with_own_annotations_),
+    VOCMetric=Adapter(records=voc_records),
+)
+
+
+def adapter_of(kind: type) -> Adapter:
+    """Return the adapter of a class of metrics."""
+    return next((ADAPTERS[x.__name__] for x in kind.__mro__ if x.__name__ in ADAPTERS), Adapter())

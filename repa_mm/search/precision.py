@@ -2,23 +2,26 @@
 
 import os.path as osp
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import mmengine
 import numpy as np
 from mmengine.evaluator import BaseMetric
 
 
-def coco_records(metric: BaseMetric, results: list, iou_type: str) -> list[tuple]:
+def coco_records(metric: BaseMetric, name: str, results: list) -> tuple[Callable, list[tuple]]:
     """Match the results of MMDetection's ``CocoMetric`` after an evaluation with the annotations.
 
     Returns:
-        list[tuple]: For each category, of D detections in descending order of their scores: the
-        index of their image (D, ), whether they match an object and whether they are ignored, for
-        each threshold (T, D); and the number of objects in each image (images, ).
+        tuple: :func:`mean_ap`, and its records: for each category, of D detections in descending
+        order of their scores: the index of their image (D, ), whether they match an object and
+        whether they are ignored, for each threshold (T, D); and the number of objects in each image
+        (images, ).
     """
     from mmdet.datasets.api_wrappers import COCOeval
 
+    iou_type = name.split('/')[-1].split('_')[0]
     with tempfile.TemporaryDirectory() as folder:
         files = metric.results2json([found for _, found in results], osp.join(folder, 'found'))
         found = mmengine.load(files[iou_type])
@@ -34,7 +37,7 @@ def coco_records(metric: BaseMetric, results: list, iou_type: str) -> list[tuple
     none = np.zeros((len(metric.iou_thrs), 0))
     nothing = dict(dtScores=[], dtMatches=none, dtIgnore=none, gtIgnore=[])
     images = [row or nothing for row in ev.evalImgs]  # of each category, in order of their ids
-    return [
+    return mean_ap, [
         _record(
             [row['dtScores'] for row in rows],
             [np.asarray(row['dtMatches']) > 0 for row in rows],
@@ -45,7 +48,7 @@ def coco_records(metric: BaseMetric, results: list, iou_type: str) -> list[tuple
     ]
 
 
-def voc_records(metric: BaseMetric, results: list) -> list[tuple]:
+def voc_records(metric: BaseMetric, name: str, results: list) -> tuple[Callable, list[tuple]]:
     """Match detections as :func:`coco_records`, for MMDetection's ``VOCMetric``.
 
     The metric itself matches anew at each evaluation, by processes that it starts.
@@ -66,7 +69,7 @@ def voc_records(metric: BaseMetric, results: list) -> list[tuple]:
             ignored.append(~(hits | misses))
         scores, objects = [boxes[:, -1] for boxes, *_ in images], [len(x[1]) for x in images]
         records.append(_record(scores, true, ignored, objects))
-    return records
+    return partial(mean_ap, points=11 if metric.eval_mode == '11points' else None), records
 
 
 def _record(scores: Sequence, hits: Sequence, ignored: Sequence, objects: Sequence) -> tuple:

@@ -1,21 +1,19 @@
 """What a search knows, so that a later call need not find it again."""
 
 import hashlib
-import io
 import json
 import os.path as osp
 import platform
 import re
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from typing import Any
 
 import torch
-from mmengine.logging import MMLogger
 
 from repa_mm.io.files import write_text
+from repa_mm.search.steps import Steps
 
 
 def hashed(*values: Any) -> str:
@@ -45,27 +43,6 @@ def environment(device: str) -> dict[str, str]:
     return found | dict(Python=platform.python_version()) | versions
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Hide what the codebases, COCO and NNCF print, and where weights come from."""
-    logger = MMLogger.get_current_instance()
-    level = logger.level
-    logger.setLevel('ERROR')
-    try:
-        with redirect_stdout(io.StringIO()), warnings.catch_warnings():
-            warnings.simplefilter('ignore')
-            yield
-    finally:
-        logger.setLevel(level)
-
-
-def step(what: str, do: Callable, *args) -> Any:
-    """Say what is done, and hide what others print meanwhile."""
-    print(f'- {what}', flush=True)
-    with quiet(), torch.no_grad():
-        return do(*args)
-
-
 class Record:
     """The content of ``results.json``: the last table, and by their names all ``known`` values.
 
@@ -75,13 +52,15 @@ class Record:
 
     Attributes:
         notes (list[str]): What the reader of the table should know.
+        steps (Steps): Find what is not known.
 
     Raises:
         ValueError: If the folder has the results of something else.
     """
 
     def __init__(self, out_dir: str, fingerprint: str, here: dict[str, str]) -> None:
-        self.out_dir, self.path, self.notes = out_dir, osp.join(out_dir, 'results.json'), []
+        self.out_dir, self.path = out_dir, osp.join(out_dir, 'results.json')
+        self.notes, self.steps = [], Steps()
         self.content = dict(fingerprint=fingerprint, environment=here, known={}, metric='')
         if osp.exists(self.path):
             with open(self.path, encoding='utf-8') as file:
@@ -109,13 +88,13 @@ class Record:
         return {name: hash_of_file(osp.join(self.out_dir, name)) for name in names}
 
     def find(self, what: str, do: Callable[..., dict], *args, mark: str = '') -> dict:
-        """Return what is known, or else find it by :func:`step` and keep it, unless that raises.
+        """Return what is known, or else find it in a step and keep it, unless that raises.
 
         ``mark`` is a part of the value's name that is not printed.
         """
         known, name = self.content['known'], what + mark
         if name not in known:
-            known[name] = step(what, do, *args)
+            known[name] = self.steps.run(what, do, *args)
             self.save()
         return known[name]
 

@@ -11,6 +11,7 @@ from demo.dataset import write_digit_scenes
 from repa_mm import config_path
 from repa_mm.apis import open_model
 from repa_mm.io.configs import load_config
+from repa_mm.search import Row
 from tests.conftest import random_model
 
 # One block for each stage.
@@ -66,12 +67,12 @@ def test_speed_up(scenes, monkeypatch, capsys):
 
     def speed_up(*args, **kwargs):
         calls.append((args, kwargs))
-        return [dict(candidate='stock', format='PyTorch', ms=1.0)]
+        return [Row('stock', ms=1.0)]
 
     monkeypatch.setattr(run, 'speed_up', speed_up)
     rows = run.run_demo('speed_up', 'out', None, RETINANET)
     (((config, checkpoint, folder, max_loss), options),) = calls
-    assert rows == {'stock, PyTorch': dict(candidate='stock', format='PyTorch', ms=1.0)}
+    assert rows == {'stock, PyTorch': Row('stock', ms=1.0)}
     assert config == config_path('demo/retinanet_swin_digits.py') and max_loss > 0
     assert open_model(load_config(config, RETINANET), checkpoint)  # the trained one fits
     assert folder == osp.join('out', 'speed_up') and options['cfg_options'] == RETINANET

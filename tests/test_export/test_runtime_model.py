@@ -32,6 +32,7 @@ from repa_mm.export import (
     whole_model,
 )
 from repa_mm.io.configs import dataset_config, load_config
+from repa_mm.search.search import copy_with_precision
 from tests.conftest import random_model
 
 from .checks import check_file, check_objects
@@ -180,12 +181,13 @@ class Refuse:
             raise ImportError(name)
 sys.meta_path.insert(0, Refuse())
 """
-# After each program of the docs; OpenVINO computes in float32 as ONNX Runtime does.
+# After each program of the docs; OpenVINO computes in float32, as the file says.
 AFTER = dict(
     steps='',
     served='found = dict(bboxes=boxes, scores=scores, labels=labels)\n',
     pasted='found["masks"] = [paste(*x) for x in zip(masks[0], found["bboxes"])]\n',
-    openvino='assert np.allclose(scores, found["scores"], atol=1e-3) and known["mean"]\n'
+    openvino='assert options == dict(INFERENCE_PRECISION_HINT="f32") and known["mean"]\n'
+    'assert np.allclose(scores, found["scores"], atol=1e-3)\n'
     'assert np.allclose(boxes / np.tile(scale, 2), found["bboxes"], atol=1e-2)\n',
     normalized='for x, right in ((pixels, True), (resized, False)):\n'
     '    scores = compiled({"image": x[None]})["scores"][0]\n'
@@ -256,10 +258,10 @@ def test_programs_without_openmmlab(exported, tmp_path):
     """Those of docs/deploy.md, in a process that cannot import mm* or torch, find the same."""
     _, _, model, file = exported('mask_rcnn')
     program = REFUSE + ''.join(program_of(name) + after for name, after in AFTER.items())
-    program = program.replace("'CPU')", "'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})")
+    copy_with_precision(file, str(tmp_path / 'model.onnx'), 'f32')
     image = np.random.default_rng(0).integers(0, 255, (180, 240, 3), np.uint8)
     cv2.imwrite(str(tmp_path / 'image.png'), image)
-    program = program.replace("'model.onnx'", repr(file)).replace('image.jpg', 'image.png')
+    program = program.replace('image.jpg', 'image.png')
     result = subprocess.run(
         [sys.executable, '-I', '-c', program], cwd=tmp_path, text=True,
         capture_output=True, check=False,

@@ -1,15 +1,41 @@
 """Formats of a GPU, as far as a CPU can run them."""
 
+import pytest
 import torch
 import torch.nn as nn
 from mmengine.structures import BaseDataElement, InstanceData, PixelData
 
-from repa_mm.search.formats import EAGER, FORMATS, GRAPHS, in_format_, installed_formats
+from repa_mm.search.formats import (
+    BF16,
+    EAGER,
+    F32,
+    FORMATS,
+    GRAPHS,
+    INT8,
+    ORT,
+    in_format_,
+    installed_formats,
+    matching,
+    precision_of,
+)  # fmt: skip
 
 
 def test_formats_of_a_gpu():
     found, reasons = installed_formats('cuda:0')
     assert found == [EAGER, 'PyTorch f16', 'PyTorch bf16', GRAPHS] and not reasons
+    assert installed_formats('cuda:0', ['graphs', 'openvino']) == ([GRAPHS], [])
+
+
+def test_formats_by_parts_of_their_names():
+    assert matching(['f32', 'runtime']) == [ORT, F32] and matching([]) == [*FORMATS]
+    assert installed_formats('cpu', ['F32'])[0] == [F32]
+    with pytest.raises(ValueError, match="no format has 'tensorrt' in its name: PyTorch, .*int8"):
+        matching(['f32', 'tensorrt'])
+
+
+def test_precisions():
+    assert [precision_of(kind) for kind in (ORT, F32, BF16)] == ['f32', 'f32', 'bf16']
+    assert precision_of(INT8) in ('f32', 'bf16')  # as the processor has it
 
 
 class Detector(nn.Module):

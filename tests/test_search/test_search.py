@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import runpy
 import shutil
 import sys
@@ -11,6 +12,8 @@ from types import SimpleNamespace
 
 import cv2
 import numpy as np
+import onnx
+import openvino
 import pytest
 import torch
 from mmengine.runner import Runner
@@ -19,13 +22,14 @@ from mmengine.structures import BaseDataElement, InstanceData
 import repa_mm
 from repa_mm.apis import open_model, read_images
 from repa_mm.convert.pretrained import save_model
-from repa_mm.export import ExportedModel, runner_for_exported
+from repa_mm.export import ExportedModel, Session, runner_for_exported
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.io.configs import load_config
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
 from repa_mm.search import bench
 from repa_mm.search.formats import EAGER, F32, GRAPHS, INT8, ORT
 from repa_mm.search.judge import Annotated
+from repa_mm.search.search import copy_with_precision
 from tests.conftest import random_model
 from tests.test_export.rectangles import scene, train
 
@@ -111,7 +115,7 @@ def folder(learned, monkeypatch, tmp_path):
 
 
 def formats(monkeypatch, *kinds):
-    monkeypatch.setattr(bench, 'installed_formats', lambda _: ([*kinds], []))
+    monkeypatch.setattr(bench, 'installed_formats', lambda *_: ([*kinds], []))
 
 
 def run(out='out', config='config.py', checkpoint='model.pth', **kwargs):
@@ -120,7 +124,7 @@ def run(out='out', config='config.py', checkpoint='model.pth', **kwargs):
 
 
 def chosen_of(rows):
-    (found,) = (row for row in rows if row['chosen'])
+    (found,) = (row for row in rows if row.chosen)
     return found
 
 
@@ -141,22 +145,31 @@ def no_more(monkeypatch):
 
 def test_the_table(folder, capsys):
     rows = run(budgets=[0.5], batch_size=4)
-    assert [(row['candidate'], row['format']) for row in rows] == [
+    assert [(row.candidate, row.format) for row in rows] == [
         ('stock', EAGER),
-        *[(name, kind) for name in ('faster parts', '50 %') for kind in (EAGER, ORT, F32)],
+        *[(name, kind) for name in ('exact parts', '50 %') for kind in (EAGER, ORT, F32)],
     ]
     stock = rows[0]
-    assert 40 < stock['metric'] < 100 and stock['difference'] == 0 and stock['speedup'] == 1
-    assert rows[3]['speedup'] == pytest.approx(100 / rows[3]['ms']) and rows[3]['ms_p95'] == 60
-    assert {row['tested_in'] for row in rows[1:]} == {F32}  # the others point to it
-    assert rows[6]['mb'] < rows[3]['mb'] and not any(row['chosen'] for row in rows)
-    assert all(Path(row[key]).is_file() for row in rows[1:] for key in ('config', 'checkpoint'))
+    assert 40 < stock.metric < 100 and stock.difference == 0 and stock.speedup == 1
+    assert rows[3].speedup == pytest.approx(100 / rows[3].ms) and rows[3].ms_p95 == 60
+    assert {row.tested_in for row in rows[1:]} == {F32}  # the others point to it
+    assert rows[6].mb < rows[3].mb and not any(row.chosen for row in rows)
+    assert all(Path(x).is_file() for row in rows[1:] for x in (row.config, row.checkpoint))
     assert not Path('out/model.py').exists()
     out = capsys.readouterr().out
-    for text in 'searching on cpu', 'fit 50 % of the blocks', '4 images in turn', '≈':
+    for text in (
+        'searching on cpu',
+        'at most 13 steps\n1/13 test stock, PyTorch: ',
+        '4 images in tu',
+    ):
         assert text in out
-    page = Path('out/report.html').read_text()
-    assert stored()['environment']['CPU'] in page and '≈' in page
+    assert re.search(r'\n8/13 fit 50 % of the blocks: \d+ s(, about \d+ s left)?\n', out)
+    (head,) = re.findall(r'^candidate .*', out, re.M)
+    assert head.split()[:4] == ['candidate', 'format', 'ms', 'stock'] and len(head) <= 100
+    page, text = (Path(f'out/report.{x}').read_text() for x in ('html', 'md'))
+    for found in page, text:
+        assert stored()['environment']['CPU'] in found and '≈' in found and '95th perc' in found
+    assert len(re.findall(r'^\| [^|]+\|', text, re.M)) == len(rows) + 1
     assert page.count('data:image/jpeg') == 8 and '<svg' in page and 'src="http' not in page
 
 
@@ -171,32 +184,43 @@ def test_a_folder_that_moves_keeps_its_own_files(folder, monkeypatch):
     with monkeypatch.context() as patch:
         no_more(patch)
         again = run('new', budgets=[0.5], max_loss=99)
-    keys = 'candidate', 'format', 'metric', 'interval', 'tested_in'
-    assert [[row[k] for k in keys] for row in again] == [[row[k] for k in keys] for row in rows]
+    assert [(r.name, r.metric, r.interval, r.tested_in) for r in again] == [
+        (r.name, r.metric, r.interval, r.tested_in) for r in rows
+    ]
     row = chosen_of(again)
-    assert row['candidate'] == '50 %' and row['file'] == 'new/candidates/50.onnx'
+    assert row.candidate == '50 %' and row.file == 'new/candidates/50.onnx'
     assert stored('new')['rows'][4]['file'] == 'candidates/50.onnx'
-    assert Path('new/model.onnx').read_bytes() == Path(row['file']).read_bytes()
+    assert onnx.load('new/model.onnx').graph == onnx.load(row.file).graph
 
 
-def test_the_chosen_model_keeps_its_promise(folder, monkeypatch):
+def test_the_chosen_model_keeps_its_promise(folder, monkeypatch, capsys):
     text = CONFIG + "val_dataloader['dataset']['indices'] = list(range(35, 4, -1))\n"
     Path('some.py').write_text(text)
     row = chosen_of(run(config='some.py', max_loss=60, budgets=[0.4]))
-    assert row['format'] == F32 and row['interval'][0] >= -60 and row['budget'] == 0.4
+    assert row.format == F32 and row.interval[0] >= -60 and row.budget == 0.4
+    said = capsys.readouterr().out
+    for line in (
+        f'Chosen: 40 %, OpenVINO f32, {row.speedup:.2f} × as fast, {row.difference:+.2f} top-1 [',
+        'test it: python tools/test_exported.py out/tested.py out/model.onnx --precision f32\n',
+        'time it: python tools/benchmark.py out/tested.py out/model.pth --dataset --baseline '
+        'out/candidates/stock.py --baseline-checkpoint model.pth --exported out/model.onnx:f32\n',
+        "openvino.compile_model('out/model.onnx', 'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})\n",
+    ):
+        assert line in said
+    assert Session('out/model.onnx').metadata['INFERENCE_PRECISION_HINT'] == 'f32'
     shutil.move('out', out := 'was moved')
     cfg, weights = load_config(f'{out}/tested.py'), str(Path(out, 'model.pth').resolve())
     assert cfg.load_from == load_config(f'{out}/model.py').load_from == weights
     runner = runner_for_exported(cfg, f'{out}/model.onnx', 'work', 'f32')
-    assert runner.test()['accuracy/top1'] == pytest.approx(row['metric'])
+    assert runner.test()['accuracy/top1'] == pytest.approx(row.metric)
     cfg.work_dir = 'work2'
     eager = Runner.from_cfg(cfg).test()['accuracy/top1']
-    assert eager == pytest.approx(row['metric'])  # the same labels, as nothing is near a tie
+    assert eager == pytest.approx(row.metric)  # the same labels, as nothing is near a tie
     # Another choice takes its place. Without a runtime, it has no file.
     before = Path(out, 'model.pth').read_bytes()
     formats(monkeypatch, EAGER)
     row = chosen_of(run(out, config='some.py', latency=0.7, budgets=[0.4]))
-    assert row['candidate'] == 'faster parts' and row['format'] == EAGER
+    assert row.candidate == 'exact parts' and row.format == EAGER
     assert Path(out, 'model.pth').read_bytes() != before
     assert sorted(p.name for p in Path(out).glob('model.*')) == ['model.pth', 'model.py']
     model = open_model(load_config(f'{out}/model.py'), f'{out}/model.pth')
@@ -208,19 +232,19 @@ def test_fits_of_several_budgets(folder, monkeypatch):
     formats(monkeypatch, EAGER)
     error, fitted = [], []
 
-    def fit(budget):
+    def fit(budget, progress):
         if error:
             raise error[0]
         fitted.append(budget)
         model = open_model('config.py', 'model.pth')
         return model, SimpleNamespace(fraction=max(budget, 0.18))
 
-    conversion = SimpleNamespace(sizes=lambda budget: budget, fit=fit)
+    conversion = SimpleNamespace(sizes=lambda budget=0.5: budget, fit=fit)
     monkeypatch.setattr(bench, 'conversion_of', lambda *_: conversion)
 
     def narrow(*budgets):
         rows = run(budgets=budgets, num_images=0)
-        return [(row['candidate'], row['budget']) for row in rows[2:]]
+        return [(row.candidate, row.budget) for row in rows[2:]]
 
     assert narrow(0.02, 0.3, 0.01) == [('30 %', 0.3), ('18 %', 0.18)]
     assert stored()['rows'][0]['metric'] is stored()['rows'][0]['tested_in'] is None
@@ -235,7 +259,7 @@ def test_fits_of_several_budgets(folder, monkeypatch):
     assert fitted == [0.3, 0.02, 0.01, 0.2]
     formats(monkeypatch, EAGER, ORT)
     for least in (0.02, 0.01):  # two fits of one name have a file each
-        assert [row['format'] for row in run(budgets=[least], num_images=0)[3:]] == [EAGER, ORT]
+        assert [row.format for row in run(budgets=[least], num_images=0)[3:]] == [EAGER, ORT]
 
 
 def test_a_file_that_fails_is_tried_again_by_the_next_call(folder, monkeypatch):
@@ -247,21 +271,21 @@ def test_a_file_that_fails_is_tried_again_by_the_next_call(folder, monkeypatch):
 
     monkeypatch.setattr(bench, 'agreeing_onnx', fail)
     for _ in range(2):
-        assert [row['format'] for row in run(num_images=0)] == [EAGER, EAGER]
+        assert [row.format for row in run(num_images=0)] == [EAGER, EAGER]
         (note,) = stored()['notes']
-        assert 'faster parts in onnx is left out: ' in note and 'an unknown operator' in note
+        assert 'exact parts in onnx is left out: ' in note and 'an unknown operator' in note
     assert len(calls) == 2  # ONNX Runtime and OpenVINO share a file
 
 
 def test_every_precision_is_tested_in_itself(folder, monkeypatch):
     """A format that does not run is left out, and says why. What cannot be chosen is not tested."""
     formats(monkeypatch, EAGER, 'PyTorch bf16', GRAPHS)
-    assert [row['tested_in'] for row in run(max_loss=99)] == [EAGER, None, 'PyTorch bf16']
-    assert [(r['candidate'], r['format'], r['tested_in']) for r in run()] == [
+    assert [row.tested_in for row in run(max_loss=99)] == [EAGER, None, 'PyTorch bf16']
+    assert [(r.candidate, r.format, r.tested_in) for r in run()] == [
         ('stock', EAGER, EAGER),
-        *(('faster parts', kind, kind) for kind in (EAGER, 'PyTorch bf16')),
+        *(('exact parts', kind, kind) for kind in (EAGER, 'PyTorch bf16')),
     ]
-    note = f'faster parts in {GRAPHS} is left out: ValueError'  # on a CPU
+    note = f'exact parts in {GRAPHS} is left out: ValueError'  # on a CPU
     assert any(note in text for text in stored()['notes'])
 
 
@@ -280,9 +304,9 @@ def test_a_format_shares_a_test_only_if_it_finds_the_same(folder, monkeypatch):
     monkeypatch.setattr(bench, 'ExportedModel', exported)
     for _ in range(2):
         stock, *rows = run()
-        assert [row['tested_in'] for row in rows] == [ORT, ORT, F32]
-        assert [row['metric'] == stock['metric'] for row in rows] == [True, True, False]
-        assert [row['interval'] == [0, 0] for row in rows] == [True, True, False]
+        assert [row.tested_in for row in rows] == [ORT, ORT, F32]
+        assert [row.metric == stock.metric for row in rows] == [True, True, False]
+        assert [row.interval == [0, 0] for row in rows] == [True, True, False]
         no_more(monkeypatch)
 
 
@@ -319,7 +343,7 @@ def test_faster_parts_that_compute_something_else_are_refused(folder):
     )  # fmt: skip
     Path('lora.py').write_text(cfg.pretty_text)
     torch.save(dict(state_dict=random_model(load_config('lora.py')).state_dict()), 'lora.pth')
-    with pytest.raises(ValueError, match=r'faster parts \(out/candidates/faster.py\)'):
+    with pytest.raises(ValueError, match=r'exact parts \(out/candidates/exact.py\)'):
         run(config='lora.py', checkpoint='lora.pth', images='images', num_images=0)
 
 
@@ -360,19 +384,19 @@ def test_other_configs(folder, monkeypatch, text):
     model = random_model(load_config('other.py'))
     torch.save(dict(state_dict=model.state_dict()), 'other.pth')
     rows = run(config='other.py', checkpoint='other.pth', images='images')
-    kinds = [(row['candidate'], row['format']) for row in rows]
+    kinds = [(row.candidate, row.format) for row in rows]
     if text == REPA:  # nobody deploys the training form
         assert kinds == [('merged', EAGER), ('merged', ORT)]
-        found = open_model(load_config(rows[0]['config']), rows[0]['checkpoint'])
+        found = open_model(load_config(rows[0].config), rows[0].checkpoint)
         assert has_training_form(model) and not has_training_form(found) and has_deploy_form(found)
         data = found.data_preprocessor(read_images(found.cfg, 'test', 2)[0], False)
         with torch.no_grad():
             outputs = [m(data['inputs']) for m in (found, model)]
         torch.testing.assert_close(*outputs, atol=1e-4, rtol=1e-4)
     else:
-        assert kinds == [('stock', EAGER), ('faster parts', EAGER), ('faster parts', ORT)]
-        assert open_model(load_config('out/candidates/faster.py'), 'other.pth')
-    assert [row['metric'] for row in rows] == [100] * len(rows)
+        assert kinds == [('stock', EAGER), ('exact parts', EAGER), ('exact parts', ORT)]
+        assert open_model(load_config('out/candidates/exact.py'), 'other.pth')
+    assert [row.metric for row in rows] == [100] * len(rows)
 
 
 @pytest.mark.parametrize('what', ['labels', 'images'])
@@ -386,7 +410,7 @@ def test_other_data_are_tested_anew(folder, monkeypatch, what):
     Path('own.py').write_text(text)
 
     def metric(**kwargs):
-        return run(config='own.py', **kwargs)[0]['metric']
+        return run(config='own.py', **kwargs)[0].metric
 
     before = metric()
     if what == 'labels':
@@ -406,6 +430,17 @@ def test_other_data_are_tested_anew(folder, monkeypatch, what):
         assert files('out') == kept
 
 
+def test_an_int8_file_says_what_it_was_tested_in(tmp_path):
+    x = openvino.opset13.parameter([1, 3])
+    model = openvino.Model([openvino.opset13.relu(x)], [x])
+    model.set_rt_info('classification', ['framework', 'task'])
+    openvino.save_model(model, tmp_path / 'a.xml')
+    copy_with_precision(str(tmp_path / 'a.xml'), str(tmp_path / 'b.xml'), 'bf16')
+    assert (tmp_path / 'b.bin').exists()
+    expected = dict(task='classification', INFERENCE_PRECISION_HINT='bf16')
+    assert Session(str(tmp_path / 'b.xml')).metadata == expected
+
+
 def test_a_target_that_nothing_meets(folder, monkeypatch, capsys):
     formats(monkeypatch, EAGER)
     monkeypatch.setattr(sys, 'argv', ['speed_up.py', 'config.py', 'model.pth', 'out', '--budgets'])
@@ -423,7 +458,7 @@ def test_a_target_that_nothing_meets(folder, monkeypatch, capsys):
 def test_images_without_annotations(folder, monkeypatch):
     formats(monkeypatch, EAGER, F32)
     rows = run(images='images', num_images=100, fit_images=24)
-    assert rows[0]['metric'] == 100 and rows[2]['metric'] == pytest.approx(100, abs=0.01)
+    assert rows[0].metric == 100 and rows[2].metric == pytest.approx(100, abs=0.01)
     assert 'what the original finds' in Path('out/report.html').read_text()
     assert stored()['images'].startswith('12 images of /')  # a third; the others are fitted to
     with pytest.raises(ValueError, match='needs 30 images to test on, not 12'):
@@ -451,8 +486,8 @@ def test_a_large_model_has_few_turns_of_one_image(folder, monkeypatch, seconds, 
     rows = run(images='images', num_images=0, latency=0.9)
     assert {len(images) for images in timed} == {1 if is_large else 12}
     assert together == [3, 3]  # of three rivals
-    assert sorted(row['ms'] for row in rows[1:]) == [48, 49, 49]
-    assert chosen_of(rows)['ms_p95'] == min(row['ms'] for row in rows)
+    assert sorted(row.ms for row in rows[1:]) == [48, 49, 49]
+    assert chosen_of(rows).ms_p95 == min(row.ms for row in rows)
     notes = [note for note in stored()['notes'] if 'int8 is left out: an image takes' in note]
     assert len(notes) == is_large
 
@@ -471,7 +506,7 @@ def test_errors_leave_the_folder_as_it_was(folder, monkeypatch):
     for wrong, text in (
         (dict(latency=40), r'in \(0, 1\), not 40'), (dict(latency=0), 'not 0'),
         (dict(max_loss=-1), 'not -1'), (dict(budgets=[60]), r'not \[60\]'),
-        (dict(max_loss=1, num_images=0), 'needs 30 images'),
+        (dict(max_loss=1, num_images=0), 'needs 30 images'), (dict(formats=['trt']), 'no format'),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             run(**wrong)
