@@ -11,6 +11,9 @@ from typing import Any
 import torch.nn as nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+#: The parts of a detector, segmentor or classifier that compute tensors from tensors.
+PARTS = 'backbone', 'neck', 'bbox_head', 'rpn_head', 'decode_head', 'head'
+
 
 def become_(module: nn.Module, other: type | nn.Module) -> None:
     """Turn a module into another module, in place.
@@ -24,14 +27,17 @@ def become_(module: nn.Module, other: type | nn.Module) -> None:
         module.__class__ = other
 
 
-def replace_(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | None]) -> None:
-    """Replace modules of a model in place.
+def replace_(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | None]) -> list[str]:
+    """Replace modules of a model in place, and return their names.
 
     ``choose`` returns a module's replacement, see :func:`become_`, or None to keep the module.
     """
-    for module in list(model.modules()):
+    names = []
+    for name, module in list(model.named_modules()):
         if (other := choose(module)) is not None:
             become_(module, other)
+            names.append(name)
+    return names
 
 
 def hooks_of(module: nn.Module) -> dict:

@@ -6,7 +6,7 @@ from mmpretrain.models.utils.attention import MultiheadAttention, WindowMSA
 
 from projects.slab.attention import NormedShiftWindowMSA
 from projects.slab.norms import NormedLinear, NormParts, ProgressiveNorm
-from repa_mm.faster import FastShiftWindowMSA, swap_faster_attention_
+from repa_mm.faster import FastShiftWindowMSA, rewrite_
 from repa_mm.models import STRUCTURES, Site, Structure, known_blocks
 from repa_mm.reparam import TrainingForm
 from repa_mm.surgery import replace_
@@ -41,7 +41,7 @@ class NormSite(Site):
         path = self.linear or self.path
         if self.linear:
             # A map is padded behind the norm, which the other window attentions cannot do.
-            swap_faster_attention_(self.block)
+            rewrite_(self.block, 'window attention')
             replace_(self.block, _normed)
             setattr(self.block, self.path, nn.Identity())
         parent, _, child = path.rpartition('.')

@@ -31,7 +31,7 @@ from mmpretrain.models.utils.attention import MultiheadAttention
 from repa_mm.faster import (
     FastShiftWindowMSA,
     is_traced,
-    swap_faster_attention_,
+    rewrite_,
     symbolic_mul,
     traceable_partition,
 )
@@ -340,7 +340,7 @@ def reduce_tokens_(model: nn.Module, keep: float | Sequence[float] = 0.7) -> nn.
             raise ValueError(
                 f'keep is the share of what is computed in full, from 0.1 to 1, but is {share!r}'
             )
-    swap_faster_attention_(model)
+    rewrite_(model, 'window attention')
     stages = _reducible(model)
     if not stages:
         raise ValueError(

@@ -30,7 +30,7 @@ from repa_mm.faster.windows import (
 )
 from repa_mm.reparam import DeployForm, TrainingForm
 from repa_mm.reparam.autograd import autocast_dtype, is_compiling
-from repa_mm.surgery import has_stock_forward, replace_, replaced_methods
+from repa_mm.surgery import has_stock_forward, replaced_methods
 
 _is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
 # Where the stock modules are defined.
@@ -345,22 +345,3 @@ def fast_class(module: nn.Module) -> type | None:
         return FastShiftWindowMSA if is_ordinary else None
     is_merging = is_stock(module, 'PatchMerging', MERGING) and FastPatchMerging.is_ordinary(module)
     return FastPatchMerging if is_merging else None
-
-
-def fast_window_attention_(model: nn.Module) -> nn.Module:
-    """Make the window attention of a Swin faster, in place, and return the model.
-
-    Every ``ShiftWindowMSA`` of MMPretrain, MMDetection or MMSegmentation becomes a
-    :class:`FastShiftWindowMSA`, and every ``PatchMerging`` a :class:`FastPatchMerging`. Outputs,
-    gradients and the state dict stay the same.
-
-    Raises:
-        ValueError: If the model has no stock window attention.
-    """
-    replace_(model, fast_class)
-    if not any(isinstance(m, FastShiftWindowMSA) for m in model.modules()):
-        raise ValueError(
-            f'nothing to make faster: {type(model).__name__} has no window attention of a stock '
-            'Swin of MMPretrain, MMDetection or MMSegmentation'
-        )
-    return model

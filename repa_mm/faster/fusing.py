@@ -71,23 +71,12 @@ def _can_fuse(module: nn.Module, owners: collections.Counter) -> bool:
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def fuse_conv_bn_(model: nn.Module) -> nn.Module:
-    """Fuse the BatchNorms of mmcv's ConvModules into their convolutions, in place.
-
-    A ConvModule stays as it is if it has a hook, shares its convolution with another ConvModule, or
-    has a convolution or norm of another kind. Modules that call the norm of a ConvModule after its
-    convolution get the same result. The weights of the result do not load into a model built from
-    the config. The model is in eval mode afterwards.
-
-    Raises:
-        ValueError: If weights or statistics are not finite, or the fused weights exceed the range
-            of their dtype.
-    """
-    modules = list(model.modules())
-    owners = collections.Counter(id(child) for module in modules for child in module.children())
-    for module in modules:
-        if not _can_fuse(module, owners):
-            continue
+def fuse_(model: nn.Module) -> list[str]:
+    """Fuse BatchNorms into convolutions, in place, and return the names of the ConvModules."""
+    modules = dict(model.named_modules())
+    owners = collections.Counter(id(x) for module in modules.values() for x in module.children())
+    names = [name for name, module in modules.items() if _can_fuse(module, owners)]
+    for module in map(modules.get, names):
         check_finite(module)
         conv = module.conv
         fused = fuse_conv_bn_eval(*(copied(m).cpu().double().eval() for m in (conv, module.norm)))
@@ -96,4 +85,4 @@ def fuse_conv_bn_(model: nn.Module) -> nn.Module:
         setattr(module, module.norm_name, shift)
         become_(module, FusedConvModule)
     model.eval()
-    return model
+    return names

@@ -24,12 +24,13 @@ from repa_mm.convert.pretrained import conversion_of, save_model
 from repa_mm.export import NUM_IMAGES, ExportedModel, agreeing_onnx, quantize
 from repa_mm.export.comparison import agreement_of, num_found, overlap
 from repa_mm.export.exporter import MAX_ERROR
-from repa_mm.faster import faster_on_gpu_
+from repa_mm.faster import faster_on_gpu_, rewrite_
 from repa_mm.io.files import write_bytes, write_text
 from repa_mm.reparam import has_deploy_form
 from repa_mm.search.formats import EAGER, FLOAT32, FORMATS, INT8, in_format_, installed_formats
 from repa_mm.search.judge import Judge, Score
 from repa_mm.search.record import Record, quiet, step
+from repa_mm.surgery import copied
 
 #: Seconds for each timed model, after which no more turns begin.
 MOST_SECONDS = 20
@@ -68,7 +69,8 @@ def originals(model: nn.Module, checkpoint: str, folder: str, data: dict) -> tup
         deploy_(model.cfg.model)
         save_model(model, given, checkpoint, data)
     write_text(f'{stem}.py', model.cfg.pretty_text)
-    found, faster = [candidate(name, f'{stem}.py', checkpoint)], converted_config(model.cfg, model)
+    found = [candidate(name, f'{stem}.py', checkpoint)]
+    faster = converted_config(model.cfg, model, rewritten=rewrite_(copied(model), 'train'))
     if faster is not model.cfg:
         path = osp.join(folder, 'faster.py')
         write_text(path, faster.pretty_text)
