@@ -16,8 +16,7 @@ from repa_mm.faster.attention import FastShiftWindowMSA, fast_class
 from repa_mm.faster.cuda_graphs import capture_
 from repa_mm.faster.deformable import FastDeformableAttention, MultiScaleDeformableAttention
 from repa_mm.faster.fusing import fuse_
-from repa_mm.faster.gpu import channels_last_on_gpu_
-from repa_mm.surgery import replace_
+from repa_mm.surgery import PARTS, replace_
 
 
 @dataclass(frozen=True)
@@ -46,9 +45,9 @@ def _instead_of(stock: type | None, kind: type) -> Callable[[nn.Module], list[st
 def _uper_head(module: nn.Module) -> type | None:
     if type(module).__name__ != 'UPerHead':
         return None
-    from repa_mm.faster.uper_head import fast_head_class  # needs MMSegmentation
+    from repa_mm.faster.uper_head import FastUPerHead, UPerHead  # they need MMSegmentation
 
-    return fast_head_class(module)
+    return FastUPerHead if type(module) is UPerHead and FastUPerHead.is_ordinary(module) else None
 
 
 def _poolformer_(model: nn.Module) -> list[str]:
@@ -56,6 +55,25 @@ def _poolformer_(model: nn.Module) -> list[str]:
     if names:  # the deploy form has maps of this format after the first FFN on tokens
         model.to(memory_format=torch.channels_last)
     return names
+
+
+def channels_last_(model: nn.Module) -> list[str]:
+    """Give convolutions of necks and heads this memory format, and return the parts' names."""
+    names = []
+    for name, part in model.named_modules():
+        kind = name.rpartition('.')[2]
+        if kind in {*PARTS, 'mask_head'} - {'backbone'}:
+            readers = model if kind == 'neck' else part  # a neck's maps go to all heads
+            # Operators of mmcv read maps as contiguous ones.
+            if not any(type(m).__module__.startswith('mmcv.ops') for m in readers.modules()):
+                part.to(memory_format=torch.channels_last)
+                names.append(name)
+    return names
+
+
+def _on_gpu_(model: nn.Module) -> list[str]:
+    device = next((p.device for p in model.parameters()), torch.device('cpu'))
+    return channels_last_(model) if device.type == 'cuda' else []
 
 
 _DEFORMABLE = _instead_of(MultiScaleDeformableAttention, FastDeformableAttention)
@@ -70,7 +88,7 @@ REWRITES = (
     Rewrite('average pool', ('trace',), _becomes(average_pool)),
     Rewrite('PoolFormer', ('infer',), _poolformer_),
     Rewrite('BatchNorm', ('infer',), fuse_),
-    Rewrite('channels last', ('cuda',), channels_last_on_gpu_),
+    Rewrite('channels last', ('cuda',), _on_gpu_),
     Rewrite('CUDA graphs', ('graphs',), capture_),
 )
 

@@ -1,3 +1,4 @@
+import copy
 from fractions import Fraction
 
 import pytest
@@ -54,7 +55,8 @@ def test_poolformers_differ_in_the_memory_format_too():
         layer_scale_init_value=0.1,
     )  # fmt: skip
     cfg.model.head.in_channels = 16
-    models, formats = [counterpart_(open_model(cfg)) for _ in range(2)], []
+    stock, formats = counterpart_(open_model(cfg)), []
+    models = stock, copy.deepcopy(stock)
     assert [rewrite.name for _, rewrite in rewrite_(models[1], 'train', 'infer')] == ['PoolFormer']
     x = torch.randn(1, 3, 64, 64)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What prepares a model for GPUs, on a CPU with the kernels in Triton's interpreter."""
+"""What prepares models for GPUs, on a CPU with the kernels in Triton's interpreter."""
 
 import copy
 
@@ -8,7 +8,7 @@ import torch.nn as nn
 
 from repa_mm import config_path
 from repa_mm.apis import open_model
-from repa_mm.faster import attention, faster_on_gpu_, gpu, rewrite_
+from repa_mm.faster import attention, faster_on_gpu_, rewrite, rewrite_
 from repa_mm.io.configs import load_config
 
 needs_operators = pytest.mark.skipif(not attention._HAS_OPERATORS, reason='needs PyTorch 2.6')
@@ -39,7 +39,7 @@ def test_prepared_models_compute_the_same(task, monkeypatch, relative_error):
     model = copy.deepcopy(stock)
     assert rewrite_(model, 'train', 'infer')
     prepared = copy.deepcopy(model)
-    gpu.channels_last_(prepared)
+    rewrite.channels_last_(prepared)
     assert list(prepared.state_dict()) == list(model.state_dict())
     # RoIAlign reads the neck's maps.
     assert task == 'upernet' or _formats(prepared.neck) == {task == 'retinanet'}
