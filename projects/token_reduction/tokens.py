@@ -30,6 +30,7 @@ from mmpretrain.models.utils.attention import MultiheadAttention
 
 from repa_mm.faster import (
     FastShiftWindowMSA,
+    Geometry,
     is_traced,
     rewrite_,
     symbolic_mul,
@@ -71,9 +72,9 @@ class Layout(NamedTuple):
     slot: torch.Tensor
 
 
-def _layout(height: int, width: int, window: int, shift: int, device: torch.device) -> Layout:
-    num_tokens = window**2
-    rows, positions, padded, mask = traceable_partition(height, width, window, shift, device)
+def _layout(geometry: Geometry, device: torch.device) -> Layout:
+    num_tokens = geometry.window**2
+    rows, positions, padded, mask = traceable_partition(geometry, device)
     rows, padded = rows.view(-1, num_tokens), padded.view(-1, num_tokens)
     return Layout(rows, padded, mask, positions // num_tokens, positions % num_tokens)
 
@@ -108,9 +109,10 @@ class ReducedSwinBlock(SwinBlock):
         attn, size = self.attn, self.attn.window_size
         if self.training or self.keep == 1:
             return super().forward(x, hw_shape)
-        shift = attn.shift_of(x, hw_shape)
+        geometry = attn.geometry(x, hw_shape)
+        shift = geometry.shift
         eager = type(x) is torch.Tensor and not is_traced()
-        layout = (_cached_layout if eager else _layout)(*hw_shape, size, shift, x.device)
+        layout = (_cached_layout if eager else _layout)(geometry, x.device)
         rows, padded, mask = layout[:3]
         num_windows, num_tokens = mask.shape[0], size**2
         num_calm = _merged(num_windows, self.keep)

@@ -14,10 +14,10 @@ from repa_mm.faster.rewrite import (
     rewrite_,
     trace_any_size_,
 )
-from repa_mm.faster.windows import is_traced, symbolic_mul, traceable_partition
+from repa_mm.faster.windows import Geometry, is_traced, symbolic_mul, traceable_partition
 
 __all__ = [
-    'REWRITES', 'FastShiftWindowMSA', 'Rewrite', 'build_fast_uper_head', 'cuda_graphs_',
+    'REWRITES', 'FastShiftWindowMSA', 'Geometry', 'Rewrite', 'build_fast_uper_head', 'cuda_graphs_',
     'fast_window_attention_', 'faster_on_gpu_', 'fuse_conv_bn_', 'is_traced', 'rewrite_',
     'symbolic_mul', 'trace_any_size_', 'traceable_partition',
 ]  # fmt: skip
