@@ -4,7 +4,6 @@ import copy
 import functools
 import operator
 import weakref
-from collections.abc import Callable
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
@@ -25,19 +24,6 @@ def become_(module: nn.Module, other: type | nn.Module) -> None:
         module.__class__, module.__dict__ = type(other), other.__dict__
     else:
         module.__class__ = other
-
-
-def replace_(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | None]) -> list[str]:
-    """Replace modules of a model in place, and return their names.
-
-    ``choose`` returns a module's replacement, see :func:`become_`, or None to keep the module.
-    """
-    names = []
-    for name, module in list(model.named_modules()):
-        if (other := choose(module)) is not None:
-            become_(module, other)
-            names.append(name)
-    return names
 
 
 def hooks_of(module: nn.Module) -> dict:

@@ -20,7 +20,7 @@ class PatchPadding(AdaptivePadding):
         return F.pad(x, (left, w - left, top, h - top))
 
 
-def patch_padding(module: nn.Module) -> type | None:
+def patch_padding(module: nn.Module, *_) -> type | None:
     """Return the class that mmcv's padding of patches that do not overlap becomes, or None."""
     is_of_patches = (
         is_stock(module, 'AdaptivePadding', MERGING)
@@ -64,7 +64,7 @@ class AveragePool(nn.AdaptiveAvgPool2d):
         return down @ (x @ across.t())
 
 
-def average_pool(module: nn.Module) -> type | None:
+def average_pool(module: nn.Module, *_) -> type | None:
     """Return the class that PyTorch's adaptive pooling to more than a pixel becomes, or None."""
     is_one = type(module) is nn.AdaptiveAvgPool2d and module.output_size not in (1, (1, 1))
     return AveragePool if is_one else None

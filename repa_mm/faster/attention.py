@@ -330,7 +330,7 @@ def _padding(merging: nn.Module) -> nn.Module | None:
     return getattr(merging, 'adaptive_padding', None) or getattr(merging, 'adap_padding', None)
 
 
-def fast_class(module: nn.Module) -> type | None:
+def fast_class(module: nn.Module, *_) -> type | None:
     """Return the fast class of a stock module, or None."""
     if is_stock(module, 'ShiftWindowMSA', _ATTENTION):
         is_ordinary = not replaced_methods(module) and is_window_attention(module.w_msa)

@@ -8,7 +8,6 @@ import torch.nn as nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from repa_mm.reparam.autograd import autocast_dtype
-from repa_mm.surgery import PARTS, hooks_of
 
 #: Types of arguments and outputs other than tensors with which a graph is captured.
 _CONSTANTS = int, float, bool, str, torch.Size, type(None)
@@ -114,17 +113,3 @@ def _described(leaf: Any) -> Any:
     if torch.is_tensor(leaf):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
     return type(leaf), leaf
-
-
-def capture_(model: nn.Module) -> list[str]:
-    """Let CUDA graphs run parts of a model, and return their names."""
-    device, names = next(model.parameters()).device, []
-    if device.type != Captured.device_type:
-        raise ValueError(f'CUDA graphs are for a model on an NVIDIA GPU, not on {device}')
-    for name in PARTS:
-        part = getattr(model, name, None)
-        if isinstance(part, nn.Module) and 'forward' not in vars(part):
-            if not any(map(hooks_of, part.modules())):
-                part.forward = Captured(part)
-                names.append(name)
-    return names

@@ -1,14 +1,12 @@
 """Fusing the BatchNorms of ConvModules, such as those in necks and heads, into convolutions."""
 
-import collections
-
 import torch
 import torch.nn as nn
 from mmcv.cnn import ConvModule
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from repa_mm.reparam import CheckpointError, check_finite, rounded
-from repa_mm.surgery import become_, copied, has_stock_forward
+from repa_mm.surgery import copied, has_stock_forward
 
 
 class Shift(nn.Module):
@@ -55,7 +53,7 @@ class FusedConvModule(ConvModule):
         return has_stock_forward(self.conv, nn.Conv2d) and has_stock_forward(self.norm, Shift)
 
 
-def _can_fuse(module: nn.Module, owners: collections.Counter) -> bool:
+def _can_fuse(module: nn.Module, model: nn.Module) -> bool:
     if not (has_stock_forward(module, ConvModule) and module.with_norm):
         return False
     conv, norm, order = module.conv, module.norm, module.order
@@ -63,26 +61,22 @@ def _can_fuse(module: nn.Module, owners: collections.Counter) -> bool:
         has_stock_forward(conv, nn.Conv2d)
         and has_stock_forward(norm, nn.SyncBatchNorm, nn.BatchNorm2d)
         and order.index('norm') == order.index('conv') + 1
-        # Some heads share convolutions between levels, with a norm for each level.
-        and owners[id(conv)] == 1
         and norm.running_mean is not None
+        # Some heads share convolutions between levels, with a norm for each level.
+        and sum(child is conv for m in model.modules() for child in m.children()) == 1
     )
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def fuse_(model: nn.Module) -> list[str]:
-    """Fuse BatchNorms into convolutions, in place, and return the names of the ConvModules."""
-    modules = dict(model.named_modules())
-    owners = collections.Counter(id(x) for module in modules.values() for x in module.children())
-    names = [name for name, module in modules.items() if _can_fuse(module, owners)]
-    for module in map(modules.get, names):
-        check_finite(module)
-        conv = module.conv
-        fused = fuse_conv_bn_eval(*(copied(m).cpu().double().eval() for m in (conv, module.norm)))
-        shift = Shift(rounded(fused.bias, conv.weight))
-        conv.weight, conv.bias = rounded(fused.weight, conv.weight), None
-        setattr(module, module.norm_name, shift)
-        become_(module, FusedConvModule)
-    model.eval()
-    return names
+def fused_class_(module: nn.Module, _, model: nn.Module) -> type | None:
+    """Fuse the norm of a ``ConvModule`` into its convolution, and return the class it becomes."""
+    if not _can_fuse(module, model):
+        return None
+    check_finite(module)
+    conv = module.conv
+    fused = fuse_conv_bn_eval(*(copied(m).cpu().double().eval() for m in (conv, module.norm)))
+    shift = Shift(rounded(fused.bias, conv.weight))
+    conv.weight, conv.bias = rounded(fused.weight, conv.weight), None
+    setattr(module, module.norm_name, shift)
+    return FusedConvModule

@@ -4,8 +4,7 @@ Whoever changes a model calls :func:`rewrite_`, and whoever writes a config writ
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -13,36 +12,27 @@ from mmpretrain.models import PoolFormer
 
 from repa_mm.faster.any_size import TraceableCrossAttention, average_pool, patch_padding
 from repa_mm.faster.attention import FastShiftWindowMSA, fast_class
-from repa_mm.faster.cuda_graphs import capture_
+from repa_mm.faster.cuda_graphs import Captured
 from repa_mm.faster.deformable import FastDeformableAttention, MultiScaleDeformableAttention
-from repa_mm.faster.fusing import fuse_
-from repa_mm.surgery import PARTS, replace_
+from repa_mm.faster.fusing import fused_class_
+from repa_mm.surgery import PARTS, become_, hooks_of
 
 
-@dataclass(frozen=True)
-class Rewrite:
-    """A change of modules of a model, which computes the same afterwards.
+class Rewrite(NamedTuple):
+    """A change of some modules of a model, which computes the same afterwards.
 
-    ``change`` makes it in place, and returns the names of the modules. ``config`` is the type by
-    which a config says it: 'Restructured', of the model around the modules, or else the modules'
-    own; None if no config does.
+    ``put(module, name, model)`` returns the class that a module becomes, True after a change in
+    place, or else None. ``config`` is the type by which a config says it: 'Restructured', of the
+    model around the modules, or else the modules' own; None if no config does.
     """
 
     name: str
     stages: tuple[str, ...]
-    change: Callable[[nn.Module], list[str]]
+    put: Callable[[nn.Module, str, nn.Module], type | bool | None]
     config: str | None = None
 
 
-def _becomes(choose: Callable[[nn.Module], type | None]) -> Callable[[nn.Module], list[str]]:
-    return partial(replace_, choose=choose)
-
-
-def _instead_of(stock: type | None, kind: type) -> Callable[[nn.Module], list[str]]:
-    return _becomes(lambda module: kind if type(module) is stock else None)
-
-
-def _uper_head(module: nn.Module) -> type | None:
+def _uper_head(module: nn.Module, *_) -> type | None:
     if type(module).__name__ != 'UPerHead':
         return None
     from repa_mm.faster.uper_head import FastUPerHead, UPerHead  # they need MMSegmentation
@@ -50,47 +40,57 @@ def _uper_head(module: nn.Module) -> type | None:
     return FastUPerHead if type(module) is UPerHead and FastUPerHead.is_ordinary(module) else None
 
 
-def _poolformer_(model: nn.Module) -> list[str]:
-    names = [name for name, module in model.named_modules() if type(module) is PoolFormer]
-    if names:  # the deploy form has maps of this format after the first FFN on tokens
-        model.to(memory_format=torch.channels_last)
-    return names
+def _poolformer_(module: nn.Module, _, model: nn.Module) -> bool:
+    if type(module) is not PoolFormer:
+        return False
+    # The deploy form has maps of this format after the first FFN on tokens.
+    model.to(memory_format=torch.channels_last)
+    return True
 
 
-def channels_last_(model: nn.Module) -> list[str]:
-    """Give convolutions of necks and heads this memory format, and return the parts' names."""
-    names = []
-    for name, part in model.named_modules():
-        kind = name.rpartition('.')[2]
-        if kind in {*PARTS, 'mask_head'} - {'backbone'}:
-            readers = model if kind == 'neck' else part  # a neck's maps go to all heads
-            # Operators of mmcv read maps as contiguous ones.
-            if not any(type(m).__module__.startswith('mmcv.ops') for m in readers.modules()):
-                part.to(memory_format=torch.channels_last)
-                names.append(name)
-    return names
+def is_on_gpu(module: nn.Module) -> bool:
+    """Return True if a module has parameters on a GPU."""
+    return any(parameter.is_cuda for parameter in module.parameters())
 
 
-def _on_gpu_(model: nn.Module) -> list[str]:
-    device = next((p.device for p in model.parameters()), torch.device('cpu'))
-    return channels_last_(model) if device.type == 'cuda' else []
+def _channels_last_(module: nn.Module, name: str, model: nn.Module) -> bool:
+    kind = name.rpartition('.')[2]
+    if kind == 'backbone' or kind not in (*PARTS, 'mask_head') or not is_on_gpu(module):
+        return False
+    readers = model if kind == 'neck' else module  # a neck's maps go to all heads
+    if any(type(m).__module__.startswith('mmcv.ops') for m in readers.modules()):
+        return False  # these operators read maps as contiguous ones
+    module.to(memory_format=torch.channels_last)
+    return True
 
 
-_DEFORMABLE = _instead_of(MultiScaleDeformableAttention, FastDeformableAttention)
-_CROSS = _instead_of(nn.MultiheadAttention, TraceableCrossAttention)
+def _capture_(module: nn.Module, name: str, model: nn.Module) -> bool:
+    if name not in PARTS or 'forward' in vars(module) or any(map(hooks_of, module.modules())):
+        return False
+    module.forward = Captured(module)
+    return True
+
+
 #: In the order in which they are made.
 REWRITES = (
-    Rewrite('window attention', ('train', 'trace'), _becomes(fast_class), 'Restructured'),
-    Rewrite('deformable attention', ('train', 'trace'), _DEFORMABLE, 'Restructured'),
-    Rewrite('UPerHead', ('train',), _becomes(_uper_head), 'FastUPerHead'),
-    Rewrite('padding', ('trace',), _becomes(patch_padding)),
-    Rewrite('cross attention', ('trace',), _CROSS),
-    Rewrite('average pool', ('trace',), _becomes(average_pool)),
+    Rewrite('window attention', ('train', 'trace'), fast_class, 'Restructured'),
+    Rewrite(
+        'deformable attention', ('train', 'trace'),
+        lambda m, *_: FastDeformableAttention if type(m) is MultiScaleDeformableAttention else None,
+        'Restructured',
+    ),
+    Rewrite('UPerHead', ('train',), _uper_head, 'FastUPerHead'),
+    Rewrite('padding', ('trace',), patch_padding),
+    Rewrite(
+        'cross attention', ('trace',),
+        lambda m, *_: TraceableCrossAttention if type(m) is nn.MultiheadAttention else None,
+    ),
+    Rewrite('average pool', ('trace',), average_pool),
     Rewrite('PoolFormer', ('infer',), _poolformer_),
-    Rewrite('BatchNorm', ('infer',), fuse_),
-    Rewrite('channels last', ('cuda',), _on_gpu_),
-    Rewrite('CUDA graphs', ('graphs',), capture_),
-)
+    Rewrite('BatchNorm', ('infer',), fused_class_),
+    Rewrite('channels last', ('cuda',), _channels_last_),
+    Rewrite('CUDA graphs', ('graphs',), _capture_),
+)  # fmt: skip
 
 
 def rewrite_(model: nn.Module, *what: str) -> list[tuple[str, Rewrite]]:
@@ -102,15 +102,23 @@ def rewrite_(model: nn.Module, *what: str) -> list[tuple[str, Rewrite]]:
       the state dict stay the same.
     - 'trace': what a traced graph for images of any size needs: attention of Swins and DETRs as
       above and of SegFormer and PVT, padding to whole patches, and adaptive pooling.
-    - 'infer': BatchNorms of :class:`mmcv.cnn.ConvModule` fused into convolutions, and the memory
-      format of a PoolFormer. The model is in eval mode afterwards.
+    - 'infer', of a model in eval mode: BatchNorms of ``ConvModule`` fused into convolutions, and
+      the memory format of a PoolFormer.
     - 'cuda': the memory format of convolutions in necks and heads on a GPU.
+    - 'graphs': CUDA graphs of the model's parts, see :func:`cuda_graphs_`.
 
     Returns:
         list: The name of each module that has changed, with its rewrite.
     """
-    chosen = [rewrite for rewrite in REWRITES if {rewrite.name, *rewrite.stages} & {*what}]
-    return [(name, rewrite) for rewrite in chosen for name in rewrite.change(model)]
+    done = []
+    for rewrite in REWRITES:
+        if {rewrite.name, *rewrite.stages} & {*what}:
+            for name, module in list(model.named_modules()):
+                if other := rewrite.put(module, name, model):
+                    if isinstance(other, type):
+                        become_(module, other)
+                    done.append((name, rewrite))
+    return done
 
 
 def fast_window_attention_(model: nn.Module) -> nn.Module:
@@ -151,6 +159,7 @@ def fuse_conv_bn_(model: nn.Module) -> nn.Module:
             of their dtype.
     """
     rewrite_(model, 'BatchNorm')
+    model.eval()
     return model
 
 
@@ -181,5 +190,8 @@ def cuda_graphs_(model: nn.Module) -> nn.Module:
     Raises:
         ValueError: If the model is not on an NVIDIA GPU.
     """
+    device = next(model.parameters()).device
+    if device.type != Captured.device_type:
+        raise ValueError(f'CUDA graphs are for a model on an NVIDIA GPU, not on {device}')
     rewrite_(model, 'graphs')
     return model

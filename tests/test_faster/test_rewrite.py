@@ -39,7 +39,9 @@ def test_prepared_models_compute_the_same(task, monkeypatch, relative_error):
     model = copy.deepcopy(stock)
     assert rewrite_(model, 'train', 'infer')
     prepared = copy.deepcopy(model)
-    rewrite.channels_last_(prepared)
+    with monkeypatch.context() as patch:
+        patch.setattr(rewrite, 'is_on_gpu', lambda module: True)
+        assert faster_on_gpu_(prepared) is prepared
     assert list(prepared.state_dict()) == list(model.state_dict())
     # RoIAlign reads the neck's maps.
     assert task == 'upernet' or _formats(prepared.neck) == {task == 'retinanet'}
