@@ -7,6 +7,7 @@ from mmengine.config import Config
 from repa_mm.apis import open_model
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.conversion import Conversion, find_parts
+from repa_mm.faster import rewrite_
 
 
 def even_sizes(
@@ -36,4 +37,5 @@ def even_config(cfg: Config, *fractions: float) -> Config:
     """Return the config of a narrower model, see :func:`even_sizes`; weights do not matter."""
     model = open_model(cfg)
     parts, _ = find_parts(model)
-    return converted_config(cfg, model, even_sizes(SimpleNamespace(parts=parts), *fractions))
+    sizes = even_sizes(SimpleNamespace(parts=parts), *fractions)
+    return converted_config(cfg, model, sizes, rewritten=rewrite_(model, 'train'))

@@ -22,11 +22,12 @@ from mmengine.logging import MMLogger
 from repa_mm.apis import open_model
 from repa_mm.benchmark.complexity import count
 from repa_mm.benchmark.timing import change, measure, show, show_machine
-from repa_mm.benchmark.variants import DEPLOY, OURS, STOCK, with_our_parts
-from repa_mm.faster import fuse_conv_bn_
+from repa_mm.benchmark.variants import DEPLOY, OURS, STOCK
+from repa_mm.faster import fuse_conv_bn_, rewrite_
 from repa_mm.io.configs import load_config
 from repa_mm.io.paths import config_path
 from repa_mm.reparam import reparameterize_
+from repa_mm.surgery import copied
 
 COLUMNS = 'model', 'parameters, M', 'GMACs', 'ms', 'against stock', 'by the merge'
 
@@ -68,7 +69,9 @@ def measure_pair(cfg: Config, images: torch.Tensor, repeats: int) -> list[str]:
     model = open_model(cfg).to(images.device)
     training = count(model, images[:1])
     deployed = fuse_conv_bn_(reparameterize_(model))
-    models = with_our_parts(counterpart_(open_model(cfg)).to(images.device))
+    stock = counterpart_(open_model(cfg)).to(images.device)
+    ours = copied(stock)
+    models = {STOCK: stock} | ({OURS: ours} if rewrite_(ours, 'train', 'infer') else {})
     counts = count(models[STOCK], images[:1]), training, count(deployed, images[:1])
     times = measure({**models, DEPLOY: deployed}, images, repeats)
     return [

@@ -37,6 +37,7 @@ from repa_mm.benchmark.timing import compare, measure, show
 from repa_mm.benchmark.variants import STOCK
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.export import ExportedModel, example_shape, whole_model, whole_onnx
+from repa_mm.faster import rewrite_
 from repa_mm.io.configs import load_config
 from repa_mm.io.files import write_text
 from repa_mm.models import ffn_sites
@@ -91,7 +92,8 @@ def prune(config: str, checkpoint: str, stem: str, ratio: float, criterion: str)
     sizes = {
         site.block_name: (site.parts().fc1.out_features,) for site in ffn_sites(model, 'backbone')
     }
-    text = converted_config(cfg, original, sizes).pretty_text
+    done = rewrite_(copy.deepcopy(original), 'train')
+    text = converted_config(cfg, original, sizes, rewritten=done).pretty_text
     with open(f'{stem}.py', 'w', encoding='utf-8') as file:
         file.write(text)
     torch.save(dict(meta={}, state_dict=model.state_dict()), f'{stem}.pth')

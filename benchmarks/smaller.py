@@ -39,6 +39,7 @@ from repa_mm.benchmark.timing import measure
 from repa_mm.convert import Conversion
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.export import ExportedModel, agreeing_onnx
+from repa_mm.faster import rewrite_
 from repa_mm.io.configs import load_config
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -192,7 +193,9 @@ def measured(args: argparse.Namespace) -> None:
         for form in forms:
             stem = stem_of(args.folder, model, form)
             cfg = load_config(f'{stem}.py') if NARROW in form else config_of(model, form)
-            cfg = converted_config(cfg, open_model(cfg))  # all have the exact parts of narrow ones
+            opened = open_model(cfg)
+            # All have the exact parts of narrow ones.
+            cfg = converted_config(cfg, opened, rewritten=rewrite_(opened, 'train'))
             opened = open_model(cfg)
             with_objects_(opened)
             content, _ = agreeing_onnx(opened, read_images(cfg, 'val', 8))

@@ -7,7 +7,7 @@ from mmengine.hooks import EMAHook, Hook
 from mmengine.registry import HOOKS
 from mmengine.runner import BaseLoop
 
-from repa_mm.faster import faster_on_gpu_, fuse_conv_bn_
+from repa_mm.faster import rewrite_
 from repa_mm.reparam import (
     TrainingForm,
     has_deploy_form,
@@ -93,7 +93,8 @@ class ReparameterizeHook(Hook):
     before_val_iter, after_val_epoch = before_test_iter, after_test_epoch
 
     def _merge(self, runner) -> None:
-        models = runner.model, faster_on_gpu_(fuse_conv_bn_(reparameterize(runner.model)))
+        models = runner.model, reparameterize(runner.model)
+        rewrite_(models[1], 'infer', 'cuda')
         self._training_form, runner.model = models
         merged = Counter(form.label for _, form in outermost(models[0], TrainingForm))
         what = ', '.join(f'{count} {label}s' for label, count in merged.items())

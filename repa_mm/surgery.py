@@ -4,12 +4,14 @@ import copy
 import functools
 import operator
 import weakref
-from collections.abc import Callable
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 import torch.nn as nn
 from torch.utils._pytree import tree_flatten, tree_map
+
+#: The parts of a detector, segmentor or classifier that compute tensors from tensors.
+PARTS = 'backbone', 'neck', 'bbox_head', 'rpn_head', 'decode_head', 'head'
 
 
 def become_(module: nn.Module, other: type | nn.Module) -> None:
@@ -22,16 +24,6 @@ def become_(module: nn.Module, other: type | nn.Module) -> None:
         module.__class__, module.__dict__ = type(other), other.__dict__
     else:
         module.__class__ = other
-
-
-def replace_(model: nn.Module, choose: Callable[[nn.Module], type | nn.Module | None]) -> None:
-    """Replace modules of a model in place.
-
-    ``choose`` returns a module's replacement, see :func:`become_`, or None to keep the module.
-    """
-    for module in list(model.modules()):
-        if (other := choose(module)) is not None:
-            become_(module, other)
 
 
 def hooks_of(module: nn.Module) -> dict:

@@ -6,10 +6,10 @@ from mmpretrain.models.utils.attention import MultiheadAttention, WindowMSA
 
 from projects.slab.attention import NormedShiftWindowMSA
 from projects.slab.norms import NormedLinear, NormParts, ProgressiveNorm
-from repa_mm.faster import FastShiftWindowMSA, swap_faster_attention_
+from repa_mm.faster import FastShiftWindowMSA, rewrite_
 from repa_mm.models import STRUCTURES, Site, Structure, known_blocks
 from repa_mm.reparam import TrainingForm
-from repa_mm.surgery import replace_
+from repa_mm.surgery import become_
 
 
 class NormSite(Site):
@@ -41,16 +41,14 @@ class NormSite(Site):
         path = self.linear or self.path
         if self.linear:
             # A map is padded behind the norm, which the other window attentions cannot do.
-            swap_faster_attention_(self.block)
-            replace_(self.block, _normed)
+            rewrite_(self.block, 'window attention')
+            for module in self.block.modules():
+                if type(module) is FastShiftWindowMSA:
+                    become_(module, NormedShiftWindowMSA)
             setattr(self.block, self.path, nn.Identity())
         parent, _, child = path.rpartition('.')
         setattr(self.block.get_submodule(parent), child, form)
         return f'{self.block_name}.{path}'
-
-
-def _normed(module: nn.Module) -> type | None:
-    return NormedShiftWindowMSA if type(module) is FastShiftWindowMSA else None
 
 
 def norm_sites(model: nn.Module) -> list[NormSite]:

@@ -30,8 +30,9 @@ from mmpretrain.models.utils.attention import MultiheadAttention
 
 from repa_mm.faster import (
     FastShiftWindowMSA,
+    Geometry,
     is_traced,
-    swap_faster_attention_,
+    rewrite_,
     symbolic_mul,
     traceable_partition,
 )
@@ -71,9 +72,9 @@ class Layout(NamedTuple):
     slot: torch.Tensor
 
 
-def _layout(height: int, width: int, window: int, shift: int, device: torch.device) -> Layout:
-    num_tokens = window**2
-    rows, positions, padded, mask = traceable_partition(height, width, window, shift, device)
+def _layout(geometry: Geometry, device: torch.device) -> Layout:
+    num_tokens = geometry.window**2
+    rows, positions, padded, mask = traceable_partition(geometry, device)
     rows, padded = rows.view(-1, num_tokens), padded.view(-1, num_tokens)
     return Layout(rows, padded, mask, positions // num_tokens, positions % num_tokens)
 
@@ -108,9 +109,10 @@ class ReducedSwinBlock(SwinBlock):
         attn, size = self.attn, self.attn.window_size
         if self.training or self.keep == 1:
             return super().forward(x, hw_shape)
-        shift = attn.shift_of(x, hw_shape)
+        geometry = attn.geometry(x, hw_shape)
+        shift = geometry.shift
         eager = type(x) is torch.Tensor and not is_traced()
-        layout = (_cached_layout if eager else _layout)(*hw_shape, size, shift, x.device)
+        layout = (_cached_layout if eager else _layout)(geometry, x.device)
         rows, padded, mask = layout[:3]
         num_windows, num_tokens = mask.shape[0], size**2
         num_calm = _merged(num_windows, self.keep)
@@ -340,7 +342,7 @@ def reduce_tokens_(model: nn.Module, keep: float | Sequence[float] = 0.7) -> nn.
             raise ValueError(
                 f'keep is the share of what is computed in full, from 0.1 to 1, but is {share!r}'
             )
-    swap_faster_attention_(model)
+    rewrite_(model, 'window attention')
     stages = _reducible(model)
     if not stages:
         raise ValueError(

@@ -8,7 +8,7 @@ from mmengine.registry import MODELS, DefaultScope
 
 from repa_mm.apis.features import tensors
 from repa_mm.apis.models import open_model
-from repa_mm.faster import faster_on_gpu_, faster_parts_
+from repa_mm.faster import rewrite_
 from repa_mm.models.builder import derived
 from repa_mm.surgery import become_
 
@@ -27,7 +27,7 @@ class Teacher:
         """Return the teacher's maps of the images (B, C, H, W) that the student's backbone got."""
         place = images.device, images.dtype
         if self.opened is None or self.opened[0] != place:
-            self.opened = place, faster_on_gpu_(self._open(student).to(images))
+            self.opened = place, self._open(student).to(images)
         return tensors(self.opened[1](images, *args, **kwargs))
 
     @torch.compiler.disable
@@ -46,7 +46,8 @@ class Teacher:
                 f'the teacher was trained on other images: its data preprocessor has {theirs}, and '
                 f'that of the model {own}'
             )
-        return faster_parts_(model.backbone).requires_grad_(False)
+        rewrite_(model.backbone, 'train')
+        return model.backbone.requires_grad_(False)
 
 
 def _normalization(model: nn.Module) -> dict:

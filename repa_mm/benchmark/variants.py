@@ -6,14 +6,13 @@ from typing import Any
 import torch
 import torch.nn as nn
 from mmengine.config import Config
-from mmpretrain.models import PoolFormer
 
 from repa_mm.apis import open_model
 from repa_mm.apis.images import input_channels
 from repa_mm.export import noise, resized
-from repa_mm.faster import faster_parts_, fuse_conv_bn_
+from repa_mm.faster import rewrite_
 from repa_mm.reparam import Form, outermost
-from repa_mm.surgery import copied
+from repa_mm.surgery import PARTS, copied
 
 STOCK, OURS, DEPLOY, MODEL = 'stock', 'stock with our parts', 'deploy form', 'model'
 
@@ -26,33 +25,20 @@ def variants(
 ) -> dict[str, nn.Module]:
     """Build the models to compare, in eval mode, by name.
 
-    They are those that :func:`with_our_parts` returns for the stock model ``baseline``, if there is
-    one, and the model of ``cfg``, in the deploy form if it is a RePaFormer, with fused BatchNorms.
-    Without a checkpoint, weights are random, and a detector finds next to nothing, and skips
-    suppression and masks.
+    They are the stock model ``baseline``, if there is one, the same with all that makes a deploy
+    form faster except the merged FFNs, unless there is nothing, and the model of ``cfg``, in the
+    deploy form if it is a RePaFormer. Without a checkpoint, weights are random, and a detector
+    finds next to nothing, and skips suppression and masks.
     """
     models = {}
     if baseline is not None:
-        models = with_our_parts(open_model(baseline, baseline_checkpoint))
-    model = fuse_conv_bn_(open_model(cfg, checkpoint, merge=True))
+        models[STOCK] = open_model(baseline, baseline_checkpoint)
+        ours = copied(models[STOCK])
+        if rewrite_(ours, 'train', 'infer'):
+            models[OURS] = ours
+    model = open_model(cfg, checkpoint, merge=True)
+    rewrite_(model, 'infer')
     models[DEPLOY if any(outermost(model, Form)) else MODEL] = model
-    return models
-
-
-def with_our_parts(stock: nn.Module) -> dict[str, nn.Module]:
-    """Return a stock model and a copy with the faster parts that a deploy form has.
-
-    These are everything except the merged FFNs: those of :func:`~repa_mm.faster.faster_parts_`,
-    fused BatchNorms, and a PoolFormer's memory format. The copy is left out if it has none of them.
-    """
-    models, ours = {STOCK: stock}, faster_parts_(copied(stock))
-    types = {type(m) for m in stock.modules()}
-    if PoolFormer in types:
-        # In the deploy form, feature maps have this format after the first FFN on tokens.
-        ours.to(memory_format=torch.channels_last)
-    fuse_conv_bn_(ours)
-    if PoolFormer in types or {type(m) for m in ours.modules()} != types:
-        models[OURS] = ours
     return models
 
 
@@ -62,7 +48,7 @@ def compile_(model: nn.Module) -> nn.Module:
     The encoder and decoder of a DETR stay eager, since deformable attention breaks their graphs,
     and so does a RoI head, whose ``predict`` does not call the module itself.
     """
-    for part in ('backbone', 'neck', 'bbox_head', 'rpn_head', 'decode_head'):
+    for part in PARTS:
         if isinstance(getattr(model, part, None), nn.Module):
             getattr(model, part).compile()
     return model

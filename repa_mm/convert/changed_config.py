@@ -1,6 +1,7 @@
 """The config of a converted model."""
 
 import copy
+from collections.abc import Sequence
 
 import torch.nn as nn
 from mmengine.config import Config, ConfigDict
@@ -8,7 +9,7 @@ from mmengine.config import Config, ConfigDict
 from repa_mm.apis.models import has_structures
 from repa_mm.convert.conversion_report import Sizes
 from repa_mm.convert.training_form import NORM
-from repa_mm.faster import faster_part
+from repa_mm.faster import Rewrite
 from repa_mm.models.sites import attention_sites, ffn_sites
 
 
@@ -18,25 +19,26 @@ def converted_config(
     sizes: Sizes | None = None,
     where: str | None = None,
     idle_ratio: float | None = None,
+    rewritten: Sequence[tuple[str, Rewrite]] = (),
 ) -> Config:
     """Return the config of a model with parts of other sizes and with faster parts.
 
-    The latter are those of :func:`~repa_mm.faster.faster_parts_`. If nothing changes, ``cfg``
-    itself is returned. ``model`` is the original model, ``where`` and ``idle_ratio`` are as for
-    :class:`~repa_mm.convert.Conversion`.
+    If nothing changes, ``cfg`` itself is returned. ``model`` is the original model, ``where`` and
+    ``idle_ratio`` are as for :class:`~repa_mm.convert.Conversion`, and ``rewritten`` is what
+    :func:`~repa_mm.faster.rewrite_` has done to the model.
     """
     sizes = sizes or {}
-    faster = {name for name, module in model.named_modules() if faster_part(module)}
-    if not sizes and not faster:
+    types = {name: rewrite.config for name, rewrite in rewritten if rewrite.config}
+    if not sizes and not types:
         return cfg
     cfg = copy.deepcopy(cfg)
     _without_pretraining_(cfg.model)
     cfg.pop('work_dir', None)  # has checkpoints of the original model
-    if 'decode_head' in faster:
+    if head := types.pop('decode_head', None):
         # The model in a Restructured segmentor has the config of the head.
         owner = cfg.model if 'decode_head' in cfg.model else cfg.model.model
-        owner.decode_head.type = 'FastUPerHead'
-    names = sizes.keys() | (faster - {'decode_head'})
+        owner.decode_head.type = head
+    names = {*sizes, *types}
     if 'backbone' not in cfg.model or not all(name.startswith('backbone.') for name in names):
         cfg.model = with_structures(cfg.model, *_structures(model, sizes, where, idle_ratio))
     elif names:

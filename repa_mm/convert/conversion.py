@@ -29,7 +29,7 @@ from repa_mm.convert.conversion_report import BlockReport, Clock, ConversionRepo
 from repa_mm.convert.lockstep import Pausing, in_lockstep
 from repa_mm.convert.parts import FittedPart, PretrainedAttention, PretrainedFFN
 from repa_mm.convert.training_form import IdleFFN
-from repa_mm.faster import faster_parts_
+from repa_mm.faster import rewrite_
 from repa_mm.models.sites import FFNSite, attention_sites, ffn_sites
 from repa_mm.reparam import Form, check_state_dict, has_deploy_form
 from repa_mm.surgery import copied, unwrap
@@ -153,7 +153,8 @@ class Conversion:
         self.forward, self.where, self.idle_ratio = forward or _run, where, idle_ratio
         weights = {id(x): x for x in (*self.original.parameters(), *self.original.buffers())}
         stock, self.model = copied(self.original, weights), copied(self.original)
-        for model in (stock, faster_parts_(self.model)):
+        self._rewritten = rewrite_(self.model, 'train')
+        for model in (stock, self.model):
             model.eval()  # on its own line, since eval() of some backbones returns None
         self.parts, self.skipped = find_parts(self.model, parts, where, idle_ratio)
         # Tokens to draw from a batch, at most.
@@ -237,7 +238,8 @@ class Conversion:
                 progress(row, len(self.parts), clock.left(row.name))
         result = copied(self.original)
         if cfg is not None:
-            faster_parts_(result).cfg = self._config(report.sizes)
+            rewrite_(result, 'train')
+            result.cfg = self._config(report.sizes)
         for name, fit in fits.items():
             site = self.parts[name].site
             fit.put(site.at(result.get_submodule(site.block_name)))
@@ -271,7 +273,8 @@ class Conversion:
             return None
         if has_deploy_form(self.original):
             deploy_(cfg.model)
-        return converted_config(cfg, self.original, sizes, self.where, self.idle_ratio)
+        how = self.where, self.idle_ratio, self._rewritten
+        return converted_config(cfg, self.original, sizes, *how)
 
     def _meetings(self, batches: Sequence, students: bool = True) -> Generator:
         """Yield as :func:`in_lockstep`, and check that the passes do not disturb each other.

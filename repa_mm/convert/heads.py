@@ -53,8 +53,8 @@ def sample_windows(
     hw_shape: Sequence[int],
 ) -> Tokens:
     """Draw windows with about ``number`` tokens from the inputs of window attention."""
-    window, shift = attention.window_size, attention.shift_of(x, hw_shape)
-    rows, _, padded, groups = partition(len(x), *hw_shape, window, shift, x.device)
+    _, _, window, shift = geometry = attention.geometry(x, hw_shape)
+    rows, _, padded, groups = partition(geometry, len(x), x.device)
     kinds = torch.cat([torch.full((stop - start,), mask) for start, stop, mask in groups])
     chosen = torch.randperm(len(kinds), generator=generator)[: -(-number // window**2)]
     kinds = kinds[chosen].to(x.device)

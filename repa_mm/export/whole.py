@@ -9,41 +9,9 @@ import torch.nn.functional as F
 
 from repa_mm.export.detection import SingleStage, TwoStage, require
 from repa_mm.export.transformers import CoQueries, Masks, Queries, bilinear, class_logits
-from repa_mm.faster.tracing import trace_any_size_
+from repa_mm.faster import rewrite_
 from repa_mm.io.configs import dataset_config
-from repa_mm.surgery import copied, replace_
-
-
-class AveragePool(nn.Module):
-    """``nn.AdaptiveAvgPool2d`` as two matrix products, for export to ONNX with any input size."""
-
-    def __init__(self, output_size: tuple[int, int]) -> None:
-        super().__init__()
-        self.output_size = output_size
-
-    @staticmethod
-    def _matrix(size: int, new_size: int, like: torch.Tensor) -> torch.Tensor:
-        """Return (n, size) weights: row i averages floor(i size / n) to ceil((i + 1) size / n)."""
-        rows, cells = torch.arange(size), torch.arange(new_size)[:, None]
-        size = torch.ones_like(cells) * rows.shape[0]
-        start = cells * size // new_size
-        stop = ((cells + 1) * size + new_size - 1) // new_size
-        inside = ((rows >= start) & (rows < stop)).to(like)
-        return inside / (stop - start).to(like)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Pool x (B, C, H, W) to (B, C, height, width)."""
-        height, width = self.output_size
-        down = self._matrix(x.shape[2], height, x)
-        across = self._matrix(x.shape[3], width, x)
-        return down @ (x @ across.t())
-
-
-def _average_pool(module: nn.Module) -> AveragePool | None:
-    if type(module) is nn.AdaptiveAvgPool2d and module.output_size not in (1, (1, 1)):
-        size = module.output_size
-        return AveragePool((size, size) if isinstance(size, int) else size)
-    return None
+from repa_mm.surgery import copied
 
 
 def pad(image: torch.Tensor, config: nn.Module) -> torch.Tensor:
@@ -263,6 +231,5 @@ def whole_model(model: nn.Module) -> WholeModel:
     if not kinds:
         raise ValueError(f'a {type(model).__name__} has no head that is known')
     model = copied(model).cpu()
-    trace_any_size_(model)
-    replace_(model, _average_pool)
+    rewrite_(model, 'trace')
     return kinds[0](model)

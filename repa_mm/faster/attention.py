@@ -20,6 +20,7 @@ from mmcv.cnn.bricks.transformer import PatchMerging
 from mmpretrain.models.utils.attention import ShiftWindowMSA
 
 from repa_mm.faster.windows import (
+    Geometry,
     gather,
     is_traced,
     masks,
@@ -30,9 +31,8 @@ from repa_mm.faster.windows import (
 )
 from repa_mm.reparam import DeployForm, TrainingForm
 from repa_mm.reparam.autograd import autocast_dtype, is_compiling
-from repa_mm.surgery import has_stock_forward, replace_, replaced_methods
+from repa_mm.surgery import has_stock_forward, replaced_methods
 
-_is_exporting = getattr(torch.compiler, 'is_exporting', lambda: False)
 # Where the stock modules are defined.
 _ATTENTION = (
     'mmpretrain.models.utils.attention',
@@ -139,12 +139,11 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         # The parent calls all that was put there: forms, hooks, and modules of other kinds.
         if isinstance(self.w_msa, TrainingForm) or not self._is_ordinary():
             return super().forward(query, hw_shape)
-        compute = self._choose(query)
-        x = compute(query, *hw_shape, self.shift_of(query, hw_shape))
+        x = self._choose(query)(query, self.geometry(query, hw_shape))
         return self.drop(self.w_msa.proj_drop(x))
 
-    def shift_of(self, query: torch.Tensor, hw_shape: Sequence[int]):
-        """Return the windows' shift, a tensor or a symbol if it depends on a graph's input."""
+    def geometry(self, query: torch.Tensor, hw_shape: Sequence[int]) -> Geometry:
+        """Return the windows of a map. The shift may depend on a graph's input."""
         height, width = hw_shape
         # As the parent.
         assert query.shape[1] == height * width, f"{query.shape[1]} tokens don't match {hw_shape}"
@@ -152,16 +151,14 @@ class FastShiftWindowMSA(ShiftWindowMSA):
             f'{hw_shape} is smaller than the window size {self.window_size}: set '
             'pad_small_map=True, or decrease window_size'
         )
-        shift = self.shift_size
-        if self.pad_small_map or not shift:
-            return shift
-        # A map of one window is not shifted, which a graph decides when it runs.
-        if torch.is_tensor(height):
-            return shift * (torch.minimum(height, width) > self.window_size)
-        if _is_exporting():
-            excess = torch.sym_min(height, width) - self.window_size
-            return shift * torch.sym_min(excess, 1)
-        return shift if min(height, width) > self.window_size else 0
+        window, shift = self.window_size, self.shift_size
+        if shift and not self.pad_small_map:
+            # A map of one window is not shifted, which a graph decides when it runs.
+            if torch.is_tensor(height):
+                shift = shift * (torch.minimum(height, width) > window)
+            elif min(height, width) <= window:
+                shift = 0
+        return Geometry(height, width, window, shift)
 
     def qkv(self, windows: torch.Tensor, padded: torch.Tensor | None) -> torch.Tensor:
         """Compute queries, keys and values (n, N, 3 C) of windows (n, N, C).
@@ -173,7 +170,7 @@ class FastShiftWindowMSA(ShiftWindowMSA):
 
     def _choose(self, query: torch.Tensor) -> Callable[..., torch.Tensor]:
         """Return the forward pass that is fastest here, see docs/benchmarks.md."""
-        is_graph = type(query) is not torch.Tensor or torch.jit.is_tracing() or _is_exporting()
+        is_graph = type(query) is not torch.Tensor or torch.jit.is_tracing()
         # Compiled code takes operators that it can differentiate, or that it computes faster.
         is_compiled, has_gradients = is_compiling(), torch.is_grad_enabled()
         is_dropping = self.w_msa.attn_drop.training and self.w_msa.attn_drop.p
@@ -208,24 +205,21 @@ class FastShiftWindowMSA(ShiftWindowMSA):
         is_linear = has_stock_forward(self.w_msa.qkv, nn.Linear)
         return is_linear and type(self).qkv is FastShiftWindowMSA.qkv
 
-    def _forward_kernel(self, query, height, width, shift):
+    def _forward_kernel(self, query, geometry):
         from repa_mm.faster.kernels import window_attention
 
         w_msa = self.w_msa
-        qkv = w_msa.qkv(query)
-        bias = w_msa.qkv.bias
+        qkv, bias = w_msa.qkv(query), w_msa.qkv.bias
         if bias is None:
             bias = qkv.new_zeros(qkv.shape[-1])
         table, index = w_msa.relative_position_bias_table, w_msa.relative_position_index
-        how = height, width, self.window_size, shift, w_msa.proj.in_features, w_msa.scale
+        how = *geometry, w_msa.proj.in_features, w_msa.scale
         return w_msa.proj(window_attention(qkv, bias, table, index, *how))
 
-    def _forward_chunks(self, query, height, width, shift):
-        w_msa, num_tokens, channels = self.w_msa, self.window_size**2, query.shape[-1]
-        rows, positions, padded, groups = partition(
-            len(query), height, width, self.window_size, shift, query.device
-        )
-        x, bias, parts = query.reshape(-1, channels), self.bias(shift, query.dtype), []
+    def _forward_chunks(self, query, geometry):
+        w_msa, num_tokens, channels = self.w_msa, geometry.window**2, query.shape[-1]
+        rows, positions, padded, groups = partition(geometry, len(query), query.device)
+        x, bias, parts = query.reshape(-1, channels), self.bias(geometry.shift, query.dtype), []
         size = max(_CHUNK // num_tokens, 1)
         for first, last, mask in groups:
             for start in range(first, last, size):
@@ -238,12 +232,10 @@ class FastShiftWindowMSA(ShiftWindowMSA):
                 parts.append(w_msa.proj(heads.transpose(1, 2).flatten(2)).flatten(0, 1))
         return torch.cat(parts).index_select(0, positions).view(query.shape)
 
-    def _forward_plain(self, query, height, width, shift):
-        w_msa, window, heads = self.w_msa, self.window_size, self.w_msa.num_heads
-        batch, _, channels = query.shape
-        rows, positions, padded, mask = traceable_partition(
-            height, width, window, shift, query.device
-        )
+    def _forward_plain(self, query, geometry):
+        w_msa, window, shift = self.w_msa, geometry.window, geometry.shift
+        (batch, _, channels), heads = query.shape, w_msa.num_heads
+        rows, positions, padded, mask = traceable_partition(geometry, query.device)
         q, k, v = self._heads(gather(query, rows, padded).view(-1, window**2, channels), padded)
         # In four dimensions, which OpenVINO fuses into one operation. The mask is apart from the
         # bias, since a sum of both would be computed for each window and head.
@@ -338,29 +330,10 @@ def _padding(merging: nn.Module) -> nn.Module | None:
     return getattr(merging, 'adaptive_padding', None) or getattr(merging, 'adap_padding', None)
 
 
-def fast_class(module: nn.Module) -> type | None:
+def fast_class(module: nn.Module, *_) -> type | None:
     """Return the fast class of a stock module, or None."""
     if is_stock(module, 'ShiftWindowMSA', _ATTENTION):
         is_ordinary = not replaced_methods(module) and is_window_attention(module.w_msa)
         return FastShiftWindowMSA if is_ordinary else None
     is_merging = is_stock(module, 'PatchMerging', MERGING) and FastPatchMerging.is_ordinary(module)
     return FastPatchMerging if is_merging else None
-
-
-def fast_window_attention_(model: nn.Module) -> nn.Module:
-    """Make the window attention of a Swin faster, in place, and return the model.
-
-    Every ``ShiftWindowMSA`` of MMPretrain, MMDetection or MMSegmentation becomes a
-    :class:`FastShiftWindowMSA`, and every ``PatchMerging`` a :class:`FastPatchMerging`. Outputs,
-    gradients and the state dict stay the same.
-
-    Raises:
-        ValueError: If the model has no stock window attention.
-    """
-    replace_(model, fast_class)
-    if not any(isinstance(m, FastShiftWindowMSA) for m in model.modules()):
-        raise ValueError(
-            f'nothing to make faster: {type(model).__name__} has no window attention of a stock '
-            'Swin of MMPretrain, MMDetection or MMSegmentation'
-        )
-    return model

@@ -8,9 +8,7 @@ import torch.nn as nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from repa_mm.reparam.autograd import autocast_dtype
-from repa_mm.surgery import hooks_of
 
-PARTS = 'backbone', 'neck', 'bbox_head', 'rpn_head', 'decode_head', 'head'
 #: Types of arguments and outputs other than tensors with which a graph is captured.
 _CONSTANTS = int, float, bool, str, torch.Size, type(None)
 
@@ -115,30 +113,3 @@ def _described(leaf: Any) -> Any:
     if torch.is_tensor(leaf):
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
     return type(leaf), leaf
-
-
-def cuda_graphs_(model: nn.Module) -> nn.Module:
-    """Let CUDA graphs run the backbone, neck and dense heads of a model, in place.
-
-    The first batch of a size runs three times, to capture them; later ones replay them. A GPU then
-    does not wait for Python to launch its kernels, which takes most of the time of one image.
-    Post-processing, RoI heads, and the encoder and decoder of a DETR run as before, and so does a
-    part whose ``forward`` was replaced, or that has hooks inside; later hooks do not run. For
-    inference only; each size keeps memory for its inputs and outputs, so images of many sizes
-    should be padded to a few. Outputs stay valid after the next batch.
-
-    Args:
-        model (nn.Module): The model in eval mode, on a GPU, after all that replaces its modules.
-
-    Raises:
-        ValueError: If the model is not on an NVIDIA GPU.
-    """
-    device = next(model.parameters()).device
-    if device.type != Captured.device_type:
-        raise ValueError(f'CUDA graphs are for a model on an NVIDIA GPU, not on {device}')
-    for name in PARTS:
-        part = getattr(model, name, None)
-        if isinstance(part, nn.Module) and 'forward' not in vars(part):
-            if not any(map(hooks_of, part.modules())):
-                part.forward = Captured(part)
-    return model

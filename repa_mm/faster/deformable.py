@@ -9,8 +9,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from repa_mm.surgery import replace_
-
 try:
     from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttention
 except ImportError:  # without mmcv's compiled operators, no model has this module
@@ -88,17 +86,3 @@ class FastDeformableAttention(MultiScaleDeformableAttention or nn.Module):
         if not self.batch_first:
             out = out.transpose(0, 1)
         return self.dropout(out) + identity
-
-
-def fast_deformable_class(module: nn.Module) -> type | None:
-    """Return the fast class of mmcv's deformable attention, or None."""
-    return FastDeformableAttention if type(module) is MultiScaleDeformableAttention else None
-
-
-def swap_deformable_attention_(model: nn.Module) -> None:
-    """Make the deformable attention of a DETR faster on CPUs, in place.
-
-    Every ``MultiScaleDeformableAttention`` of mmcv becomes a :class:`FastDeformableAttention`.
-    Outputs, gradients and the state dict stay the same.
-    """
-    replace_(model, fast_deformable_class)

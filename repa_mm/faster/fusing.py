@@ -1,14 +1,12 @@
 """Fusing the BatchNorms of ConvModules, such as those in necks and heads, into convolutions."""
 
-import collections
-
 import torch
 import torch.nn as nn
 from mmcv.cnn import ConvModule
 from torch.nn.utils.fusion import fuse_conv_bn_eval
 
 from repa_mm.reparam import CheckpointError, check_finite, rounded
-from repa_mm.surgery import become_, copied, has_stock_forward
+from repa_mm.surgery import copied, has_stock_forward
 
 
 class Shift(nn.Module):
@@ -55,7 +53,7 @@ class FusedConvModule(ConvModule):
         return has_stock_forward(self.conv, nn.Conv2d) and has_stock_forward(self.norm, Shift)
 
 
-def _can_fuse(module: nn.Module, owners: collections.Counter) -> bool:
+def _can_fuse(module: nn.Module, model: nn.Module) -> bool:
     if not (has_stock_forward(module, ConvModule) and module.with_norm):
         return False
     conv, norm, order = module.conv, module.norm, module.order
@@ -63,37 +61,22 @@ def _can_fuse(module: nn.Module, owners: collections.Counter) -> bool:
         has_stock_forward(conv, nn.Conv2d)
         and has_stock_forward(norm, nn.SyncBatchNorm, nn.BatchNorm2d)
         and order.index('norm') == order.index('conv') + 1
-        # Some heads share convolutions between levels, with a norm for each level.
-        and owners[id(conv)] == 1
         and norm.running_mean is not None
+        # Some heads share convolutions between levels, with a norm for each level.
+        and sum(child is conv for m in model.modules() for child in m.children()) == 1
     )
 
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def fuse_conv_bn_(model: nn.Module) -> nn.Module:
-    """Fuse the BatchNorms of mmcv's ConvModules into their convolutions, in place.
-
-    A ConvModule stays as it is if it has a hook, shares its convolution with another ConvModule, or
-    has a convolution or norm of another kind. Modules that call the norm of a ConvModule after its
-    convolution get the same result. The weights of the result do not load into a model built from
-    the config. The model is in eval mode afterwards.
-
-    Raises:
-        ValueError: If weights or statistics are not finite, or the fused weights exceed the range
-            of their dtype.
-    """
-    modules = list(model.modules())
-    owners = collections.Counter(id(child) for module in modules for child in module.children())
-    for module in modules:
-        if not _can_fuse(module, owners):
-            continue
-        check_finite(module)
-        conv = module.conv
-        fused = fuse_conv_bn_eval(*(copied(m).cpu().double().eval() for m in (conv, module.norm)))
-        shift = Shift(rounded(fused.bias, conv.weight))
-        conv.weight, conv.bias = rounded(fused.weight, conv.weight), None
-        setattr(module, module.norm_name, shift)
-        become_(module, FusedConvModule)
-    model.eval()
-    return model
+def fused_class_(module: nn.Module, _, model: nn.Module) -> type | None:
+    """Fuse the norm of a ``ConvModule`` into its convolution, and return the class it becomes."""
+    if not _can_fuse(module, model):
+        return None
+    check_finite(module)
+    conv = module.conv
+    fused = fuse_conv_bn_eval(*(copied(m).cpu().double().eval() for m in (conv, module.norm)))
+    shift = Shift(rounded(fused.bias, conv.weight))
+    conv.weight, conv.bias = rounded(fused.weight, conv.weight), None
+    setattr(module, module.norm_name, shift)
+    return FusedConvModule

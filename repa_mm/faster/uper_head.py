@@ -116,8 +116,3 @@ class FastUPerHead(UPerHead):
             out = add_conv_of_resized(out, x, weight, self.align_corners)
         out = module.norm(out) if module.with_norm else out
         return module.activate(out) if module.with_activation else out
-
-
-def fast_head_class(head: nn.Module) -> type | None:
-    """Return the fast class of a ``UPerHead`` with ordinary convolutions, or None."""
-    return FastUPerHead if type(head) is UPerHead and FastUPerHead.is_ordinary(head) else None

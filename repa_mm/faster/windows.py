@@ -19,6 +19,15 @@ def is_traced() -> bool:
     return torch.jit.is_tracing() or is_compiling()
 
 
+class Geometry(NamedTuple):
+    """Windows on a feature map. In traces, height, width and shift may be tensors."""
+
+    height: int
+    width: int
+    window: int  # side of a window
+    shift: int
+
+
 class Windows(NamedTuple):
     """The window partition of a batch of feature maps, with N tokens per window.
 
@@ -35,13 +44,12 @@ class Windows(NamedTuple):
 
 
 @lru_cache(maxsize=32)
-def partition(
-    batch: int, height: int, width: int, window: int, shift: int, device: torch.device
-) -> Windows:
+def partition(geometry: Geometry, batch: int, device: torch.device) -> Windows:
     """Return the window partition of a batch of feature maps, as one list of B * H * W tokens."""
     # Tensors that are cached in inference mode could not be used for training later.
     with torch.inference_mode(False), torch.no_grad():
-        rows, positions, padded, mask = traceable_partition(height, width, window, shift, device)
+        height, width, window, shift = geometry
+        rows, positions, padded, mask = traceable_partition(geometry, device)
         mask = (mask if shift else torch.zeros_like(mask)).repeat(batch)
         order, size = mask.argsort(stable=True), window**2
         images = torch.arange(batch, device=device)[:, None]
@@ -57,13 +65,14 @@ def partition(
 
 
 def traceable_partition(
-    height: int, width: int, window: int, shift: int, device: torch.device
+    geometry: Geometry, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return ``rows``, ``positions`` and ``padded`` of one map, and each window's mask index.
 
     The arithmetic is traceable for any size. Symbolic pads and rolls would take minutes to compile.
     The windows are in the order of the feature map.
     """
+    height, width, window, shift = geometry
     h, last_h = _axis(height, window, shift, device)
     w, last_w = _axis(width, window, shift, device)
     # len() would be a constant of the traced graph.

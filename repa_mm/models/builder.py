@@ -12,7 +12,7 @@ from mmengine.logging import print_log
 from mmengine.registry import MODELS
 from mmengine.runner.checkpoint import load_state_dict
 
-from repa_mm.faster.tracing import pad_any_size_, swap_faster_attention_
+from repa_mm.faster import rewrite_
 from repa_mm.io.checkpoints import load_weights, split_init_cfg
 from repa_mm.io.layouts import WeightsFile
 from repa_mm.models.sites import attention_sites, ffn_sites
@@ -84,9 +84,8 @@ class WithStructures:
         *args, **kwargs: Arguments of the model's class.
         structures (Sequence[dict]): As for :func:`add_structures_`.
         deploy (bool): Build the deploy form, for a reparameterized checkpoint. Defaults to False.
-        fast_attention (bool): Use the faster attention of
-            :func:`~repa_mm.faster.fast_window_attention_` in a Swin, and
-            :class:`~repa_mm.faster.deformable.FastDeformableAttention` in a DETR. Defaults to True.
+        fast_attention (bool): Use the faster attention and heads of the stage 'train' of
+            :func:`~repa_mm.faster.rewrite_`. Defaults to True.
         norm_eval (bool, optional): Keep the BatchNorms of the forms in eval mode, with the
             statistics that were loaded. Defaults to what the model's class does.
 
@@ -115,10 +114,8 @@ class WithStructures:
         self.build_ordinary = build
         if norm_eval is not None:
             self.norm_eval = norm_eval
-        if fast_attention:
-            swap_faster_attention_(self)
+        rewrite_(self, 'padding', *['train'] * fast_attention)
         self.placed = _put_all(self, structures)
-        pad_any_size_(self)
         # Freezes the new modules in frozen stages.
         self.train()
         if deploy:

@@ -27,7 +27,7 @@ from repa_mm.convert.pretrained import conversion_of, save_model
 from repa_mm.export import NUM_IMAGES, ExportedModel, agreeing_onnx, quantize
 from repa_mm.export.comparison import agreement_of, num_found, overlap
 from repa_mm.export.exporter import MAX_ERROR
-from repa_mm.faster import faster_on_gpu_
+from repa_mm.faster import faster_on_gpu_, rewrite_
 from repa_mm.io.files import write_bytes, write_text
 from repa_mm.reparam import has_deploy_form
 from repa_mm.search.formats import EAGER, FLOAT32, FORMATS, INT8, in_format_, installed_formats
@@ -36,6 +36,7 @@ from repa_mm.search.options import Options
 from repa_mm.search.record import Record
 from repa_mm.search.rows import Candidate, Row, Target
 from repa_mm.search.steps import quiet
+from repa_mm.surgery import copied
 
 #: Name of the model whose parts compute the same faster.
 EXACT = 'exact parts'
@@ -66,7 +67,8 @@ def originals(
         deploy_(model.cfg.model)
         save_model(model, given, checkpoint, data)
     write_text(f'{stem}.py', model.cfg.pretty_text)
-    found, exact = [Candidate(name, f'{stem}.py', checkpoint)], converted_config(model.cfg, model)
+    found = [Candidate(name, f'{stem}.py', checkpoint)]
+    exact = converted_config(model.cfg, model, rewritten=rewrite_(copied(model), 'train'))
     if exact is not model.cfg:
         path = osp.join(folder, 'exact.py')
         write_text(path, exact.pretty_text)

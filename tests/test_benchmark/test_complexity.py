@@ -8,7 +8,7 @@ from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack
 from mmseg.models import UPerHead
 
 from repa_mm.benchmark.complexity import count
-from repa_mm.faster import faster_parts_, fuse_conv_bn_
+from repa_mm.faster import fuse_conv_bn_, rewrite_
 from repa_mm.surgery import hooks_of
 
 
@@ -46,7 +46,8 @@ def test_products_with_weights(model, macs):
 def test_a_faster_head_counts_as_the_stock_head(norm):
     options = dict(in_channels=[3, 4], in_index=[0, 1], channels=5, num_classes=7, norm_cfg=norm)
     stock = UPerHead(pool_scales=(1, 2), **options).eval()
-    fast = faster_parts_(copy.deepcopy(stock))
+    fast = copy.deepcopy(stock)
+    assert rewrite_(fast, 'train')
     maps = [torch.zeros(2, 3, 8, 8), torch.zeros(2, 4, 4, 4)]
     # Pyramid pooling of the second map, lateral and output convolution of the first, the
     # convolution of both maps at the size of the first, and the classes.

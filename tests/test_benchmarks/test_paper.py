@@ -1,3 +1,4 @@
+import copy
 from fractions import Fraction
 
 import pytest
@@ -9,7 +10,7 @@ import repa_mm
 from benchmarks.paper import counterpart_, paper_rows
 from repa_mm.apis import open_model
 from repa_mm.benchmark.complexity import count
-from repa_mm.benchmark.variants import with_our_parts
+from repa_mm.faster import rewrite_
 from repa_mm.io.configs import load_config
 
 ROWS = paper_rows()
@@ -54,11 +55,13 @@ def test_poolformers_differ_in_the_memory_format_too():
         layer_scale_init_value=0.1,
     )  # fmt: skip
     cfg.model.head.in_channels = 16
-    models, formats = with_our_parts(counterpart_(open_model(cfg))), []
+    stock, formats = counterpart_(open_model(cfg)), []
+    models = stock, copy.deepcopy(stock)
+    assert [rewrite.name for _, rewrite in rewrite_(models[1], 'train', 'infer')] == ['PoolFormer']
     x = torch.randn(1, 3, 64, 64)
     with torch.no_grad():
-        torch.testing.assert_close(*(model(x) for model in models.values()))
-    for model in models.values():
+        torch.testing.assert_close(*(model(x) for model in models))
+    for model in models:
         model.backbone.network[2].register_forward_hook(
             lambda *args: formats.append(args[2].is_contiguous(memory_format=torch.channels_last))
         )

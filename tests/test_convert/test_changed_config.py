@@ -10,6 +10,7 @@ from mmengine.registry import MODELS
 from repa_mm.apis import open_model
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.export import noise, resized
+from repa_mm.faster import rewrite_
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.faster.deformable import FastDeformableAttention
 from repa_mm.faster.uper_head import FastUPerHead
@@ -41,7 +42,8 @@ def test_the_config_is_of_the_same_model(task, tmp_path, monkeypatch, randomize)
     monkeypatch.chdir(tmp_path)
     torch.save(dict(state_dict=stock.state_dict()), 'stock.pth')
     before = copy.deepcopy(cfg.model)
-    converted_config(cfg, stock).dump('faster.py')
+    done = rewrite_(copy.deepcopy(stock), 'train')
+    converted_config(cfg, stock, rewritten=done).dump('faster.py')
     assert cfg.model == before
     data = resized(noise(cfg), [(128, 160)])
     faster = open_model(load_config('faster.py'), 'stock.pth')
@@ -56,7 +58,7 @@ def test_the_config_is_of_the_same_model(task, tmp_path, monkeypatch, randomize)
         assert len(wanted) > 5 and torch.allclose(found, wanted, atol=1e-5)
     # Narrower models keep the parts, and nothing changes where there are none.
     cfg = load_config('faster.py')
-    assert converted_config(cfg, faster) is cfg
+    assert converted_config(cfg, faster, rewritten=rewrite_(faster, 'train')) is cfg
     sizes = {s.block_name: (8,) for s in ffn_sites(faster)}
     narrow = MODELS.build(converted_config(cfg, faster, sizes).model)
     assert expected <= kinds(narrow)

@@ -16,7 +16,7 @@ from repa_mm.convert.conversion import find_parts
 from repa_mm.convert.conversion_report import Clock
 from repa_mm.convert.parts import PretrainedFFN
 from repa_mm.convert.regression import FittedFFN
-from repa_mm.faster import faster_parts_
+from repa_mm.faster import rewrite_
 from repa_mm.models import FAMILIES, MLPs, add_structures_
 from repa_mm.models.sites import ffn_sites
 from repa_mm.models.structures import Widths
@@ -94,11 +94,11 @@ def test_every_block(case, randomize):
 
 
 def test_faster_parts_that_compute_something_else_are_refused(randomize, monkeypatch):
-    def spoiled(model):
-        faster_parts_(model).stages[1].blocks[0].attn.w_msa.scale *= 2
-        return model
+    def spoiled(model, stage):
+        model.stages[1].blocks[0].attn.w_msa.scale *= 2
+        return rewrite_(model, stage)
 
-    monkeypatch.setattr('repa_mm.convert.conversion.faster_parts_', spoiled)
+    monkeypatch.setattr('repa_mm.convert.conversion.rewrite_', spoiled)
     message = "a faster model computes .*; 'stages.1.blocks.0.attn' differs first .Fast"
     with pytest.raises(ValueError, match=message):
         Conversion(pretrained('MMDetection Swin', randomize)[0], images(1), forward=outputs)

@@ -9,12 +9,7 @@ from mmcv.cnn.bricks.transformer import PatchMerging
 from mmpretrain.models.utils.attention import ShiftWindowMSA, WindowMSA
 from torch.testing import assert_close
 
-from repa_mm.faster import (
-    attention,
-    fast_window_attention_,
-    swap_faster_attention_,
-    trace_any_size_,
-)
+from repa_mm.faster import attention, fast_window_attention_, rewrite_, trace_any_size_
 from repa_mm.faster.attention import FastPatchMerging, FastShiftWindowMSA
 from repa_mm.models import RePaSwinTransformer
 from tests.toy import step
@@ -155,7 +150,7 @@ def test_what_takes_the_place_of_a_part_is_run(name, relative_error):
     for compute in (fast, torch.compile(fast, backend='eager')):
         with torch.set_grad_enabled(compute is fast):
             assert relative_error(compute(x, size), expected) < 1e-10
-    swap_faster_attention_(stock)
+    rewrite_(stock, 'window attention')
     assert type(stock) is ShiftWindowMSA
 
 
@@ -199,7 +194,7 @@ def test_can_be_traced(relative_error):
 def test_patch_merging(kernel_size, padding, randomize):
     stock = randomize(PatchMerging(8, 16, kernel_size, padding=padding)).double()
     fast = copy.deepcopy(stock)
-    swap_faster_attention_(fast)
+    rewrite_(fast, 'window attention')
     assert type(fast) is FastPatchMerging
     for size in [(6, 12), (7, 10), (1, 1), (13, 5)]:
         x = torch.randn(2, size[0] * size[1], 8).double()
@@ -209,7 +204,7 @@ def test_patch_merging(kernel_size, padding, randomize):
         for module in (stock, fast):
             module.get_submodule(name).register_forward_hook(lambda layer, args, y: y.sin() + 1)
         assert_close(step(fast, x, size), step(stock, x, size))
-    swap_faster_attention_(stock)
+    rewrite_(stock, 'window attention')
     assert type(stock) is PatchMerging
 
 

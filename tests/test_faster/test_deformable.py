@@ -6,7 +6,8 @@ import pytest
 import torch
 from mmcv.ops.multi_scale_deform_attn import MultiScaleDeformableAttention
 
-from repa_mm.faster.deformable import FastDeformableAttention, swap_deformable_attention_
+from repa_mm.faster import rewrite_
+from repa_mm.faster.deformable import FastDeformableAttention
 
 SHAPES = [[7, 9], [4, 5], [2, 1]]
 
@@ -17,7 +18,7 @@ def pair(dtype=torch.float64, **options):
     for parameter in stock.parameters():
         parameter.data.normal_(0, 0.5)
     fast = copy.deepcopy(stock)
-    swap_deformable_attention_(fast)
+    rewrite_(fast, 'train')
     assert type(fast) is FastDeformableAttention
     return stock, fast
 
@@ -98,5 +99,5 @@ def test_only_the_stock_module_is_replaced():
         pass
 
     model = torch.nn.ModuleList([Other(32, 4), MultiScaleDeformableAttention(32, 4)])
-    swap_deformable_attention_(model)
+    rewrite_(model, 'train')
     assert type(model[1]) is FastDeformableAttention and type(model[0]) is Other

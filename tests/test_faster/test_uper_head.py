@@ -6,7 +6,7 @@ import torch
 from mmcv.cnn import fuse_conv_bn
 from mmseg.models import UPerHead
 
-from repa_mm.faster import faster_parts_, fuse_conv_bn_
+from repa_mm.faster import fuse_conv_bn_, rewrite_
 from repa_mm.faster.fusing import FusedConvModule
 from repa_mm.faster.uper_head import FastUPerHead
 from tests.conftest import _randomize
@@ -18,7 +18,8 @@ KWARGS = dict(in_channels=CHANNELS, in_index=[0, 1, 2, 3], channels=5, num_class
 def _heads(align_corners=False):
     options = dict(norm_cfg=dict(type='BN'), dropout_ratio=0, align_corners=align_corners)
     head = _randomize(UPerHead(**KWARGS, **options))
-    fast = faster_parts_(copy.deepcopy(head))
+    fast = copy.deepcopy(head)
+    assert [rewrite.name for _, rewrite in rewrite_(fast, 'train')] == ['UPerHead']
     assert type(fast) is FastUPerHead
     return head.double(), fast.double()
 
@@ -101,7 +102,7 @@ def test_what_takes_the_place_of_a_part_is_run(relative_error):
             head(maps).sum().backward()
             assert len(calls) == (change is hooks)
         is_read = name in ('', 'conv')
-        assert type(faster_parts_(stock)) is (UPerHead if is_read else FastUPerHead)
+        assert bool(rewrite_(stock, 'train')) != is_read
 
 
 def test_fused(relative_error):
@@ -115,7 +116,6 @@ def test_fused(relative_error):
 def test_other_convolutions_stay():
     head, kwargs = UPerHead(**KWARGS), dict(KWARGS, conv_cfg=dict(type='ConvWS'))
     head.fpn_bottleneck.conv.padding_mode = 'reflect'
-    assert type(faster_parts_(head)) is UPerHead
-    assert type(faster_parts_(UPerHead(**kwargs))) is UPerHead
+    assert not rewrite_(head, 'train') and not rewrite_(UPerHead(**kwargs), 'train')
     with pytest.raises(ValueError, match='needs ordinary convolutions, but got ConvWS2d'):
         FastUPerHead(**kwargs)

@@ -11,7 +11,7 @@ import torch.nn as nn
 
 import repa_mm
 from repa_mm.apis.features import tensors
-from repa_mm.faster import swap_faster_attention_
+from repa_mm.faster import rewrite_
 from repa_mm.models import Structure, add_structures_
 from repa_mm.models.sites import attention_sites, ffn_sites
 from repa_mm.models.structures import idle_ffn
@@ -302,7 +302,7 @@ def test_an_ffn_that_computes_something_else_is_refused(change, message):
 def test_parts_of_an_attention_that_narrower_heads_do_not_call(case, path, fast):
     model = build(*CONVERTIBLE[case][:3])
     if fast:
-        swap_faster_attention_(model)
+        rewrite_(model, 'train')
     site = attention_sites(model)[0]
     assert site.parts()
     part = site.attention.get_submodule(path)

@@ -142,7 +142,7 @@ def test_folded_training(hostile, seed, channels):
 
 class Traced(FastShiftWindowMSA):
     def forward(self, query, hw_shape):
-        return self._forward_plain(query, *hw_shape, self.shift_size)
+        return self._forward_plain(query, self.geometry(query, hw_shape))
 
 
 @pytest.mark.parametrize('hostile', [False, True])

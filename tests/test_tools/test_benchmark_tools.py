@@ -6,7 +6,7 @@ import torch
 import repa_mm
 from repa_mm.apis import open_model
 from repa_mm.export import Session
-from repa_mm.faster import faster_parts_
+from repa_mm.faster import rewrite_
 from repa_mm.io.configs import load_config
 from tests.conftest import random_model
 from tests.test_export.conftest import write_config
@@ -64,11 +64,11 @@ def test_an_option_that_would_be_ignored_is_refused(tool, arguments, named, call
 
 
 def test_parts_of_ours_that_compute_something_else_are_refused(call, monkeypatch):
-    def broken(model):
+    def broken(model, *stages):
         torch.nn.init.ones_(next(model.backbone.parameters()))
-        return faster_parts_(model)
+        return rewrite_(model, *stages)
 
-    monkeypatch.setattr('repa_mm.benchmark.variants.faster_parts_', broken)
+    monkeypatch.setattr('repa_mm.benchmark.variants.rewrite_', broken)
     status, error = call('benchmark', *BOTH)
     assert status and 'stock with our parts' in error
 

@@ -14,6 +14,7 @@ import repa_mm
 from projects.token_reduction import ReducedSwinBlock, reduce_tokens, reduce_tokens_
 from projects.token_reduction.tokens import _layout, merge_neighbours
 from repa_mm.benchmark import count
+from repa_mm.faster import Geometry
 from repa_mm.models import RePaSwinTransformer, RePaVisionTransformer, add_structures_
 from repa_mm.reparam import CheckpointError, TrainingForm
 
@@ -78,7 +79,7 @@ def test_windows_of_equal_tokens_are_exact(window, shift, randomize, relative_er
     block = block_of(window, shift, randomize)
     block.keep = 0.001
     size = 3 * window, 4 * window
-    layout = _layout(*size, window, block.attn.shift_size, 'cpu')
+    layout = _layout(Geometry(*size, window, block.attn.shift_size), 'cpu')
     tokens = torch.randn(2, 12, 16)
     x = tokens[:, layout.window]
     expected = SwinBlock.forward(block, x, size)
@@ -92,7 +93,7 @@ def test_windows_of_equal_tokens_are_exact(window, shift, randomize, relative_er
 def test_windows_of_little_change_are_one_token(size, shift, randomize):
     """The others, and those with padding, are as in an ordinary block."""
     block = block_of(5, shift, randomize)
-    rows, padded, *_ = _layout(*size, 5, block.attn.shift_size, 'cpu')
+    rows, padded, *_ = _layout(Geometry(*size, 5, block.attn.shift_size), 'cpu')
     batch, num_windows = 3, len(rows)
     x = torch.randn(batch, 1, 16) + 0.01 * torch.randn(batch, size[0] * size[1], 16)
     chosen = (torch.rand(batch, num_windows) - padded.any(1).float()).argsort(1)

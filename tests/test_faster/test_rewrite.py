@@ -1,4 +1,4 @@
-"""What prepares a model for GPUs, on a CPU with the kernels in Triton's interpreter."""
+"""What prepares models for GPUs, on a CPU with the kernels in Triton's interpreter."""
 
 import copy
 
@@ -8,8 +8,7 @@ import torch.nn as nn
 
 from repa_mm import config_path
 from repa_mm.apis import open_model
-from repa_mm.benchmark.variants import with_our_parts
-from repa_mm.faster import attention, faster_on_gpu_, gpu
+from repa_mm.faster import attention, faster_on_gpu_, rewrite, rewrite_
 from repa_mm.io.configs import load_config
 
 needs_operators = pytest.mark.skipif(not attention._HAS_OPERATORS, reason='needs PyTorch 2.6')
@@ -36,9 +35,13 @@ def _formats(module):
 @pytest.mark.parametrize('task', ['retinanet', 'mask_rcnn', 'upernet'])
 @torch.no_grad()
 def test_prepared_models_compute_the_same(task, monkeypatch, relative_error):
-    stock, model = with_our_parts(_model(task)).values()
+    stock = _model(task)
+    model = copy.deepcopy(stock)
+    assert rewrite_(model, 'train', 'infer')
     prepared = copy.deepcopy(model)
-    gpu._channels_last_(prepared)
+    with monkeypatch.context() as patch:
+        patch.setattr(rewrite, 'is_on_gpu', lambda module: True)
+        assert faster_on_gpu_(prepared) is prepared
     assert list(prepared.state_dict()) == list(model.state_dict())
     # RoIAlign reads the neck's maps.
     assert task == 'upernet' or _formats(prepared.neck) == {task == 'retinanet'}

@@ -1,8 +1,8 @@
-"""What whole models are made of."""
+"""Modules that can be traced for images of any size compute what the stock modules do."""
 
 import torch
 
-from repa_mm.export.whole import AveragePool
+from repa_mm.faster.any_size import AveragePool
 
 
 def test_average_pool_is_the_adaptive_one():
