@@ -44,6 +44,7 @@ model = dict(
         norm_cfg=norm_cfg,
         anchor_generator=dict(
             type='AnchorGenerator',
+            center_offset=0.5,  # a patch's token is of its centre
             ratios=[1.0],
             octave_base_scale=4,
             scales_per_octave=1,
@@ -108,7 +109,7 @@ param_scheduler = [
 ]
 optim_wrapper = dict(
     optimizer=dict(lr=1e-3),
-    paramwise_cfg=dict(custom_keys=dict(backbone=dict(lr_mult=0.1))),
+    paramwise_cfg=dict(custom_keys=dict(backbone=dict(lr_mult=0.03))),
     clip_grad=dict(max_norm=10.0),
 )
 
