@@ -113,7 +113,7 @@ def prepare(config: str, checkpoint: str, out_dir: str, target: Target, options:
     record.content.update(
         config=config, checkpoint=checkpoint, device=device, target=str(target),
         images=f'{tested} images of {osp.abspath(folder) if folder else "data"}' if tested
-        else 'not tested',
+        else 'not tested', rows=[], notes=[],  # those of an earlier call had another target
     )  # fmt: skip
     return Bench(
         *pair, cfg, record, judge, tested, target, options,
@@ -202,6 +202,7 @@ def advice(bench: Bench, row: Row) -> list[str]:
     config = osp.join(folder, 'tested.py' if bench.judge.config else 'model.py')
     timing = ['tools/benchmark.py', config, weights, '--dataset']
     timing += ['--baseline', stock.config, '--baseline-checkpoint', stock.checkpoint]
+    timing += ['--device', bench.device]
     timing += ['--images', bench.options.images] if bench.options.images else []
     if row.file:
         file = osp.join(folder, f'model{osp.splitext(row.file)[1]}')
