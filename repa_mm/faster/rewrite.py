@@ -41,25 +41,23 @@ def _uper_head(module: nn.Module, *_) -> type | None:
 
 
 class ContiguousNorm(nn.GroupNorm):
-    """GroupNorm of a PoolFormer's maps, whose memory format is not that of its deploy form."""
+    """GroupNorm of a PoolFormer's maps, whose deploy form is channels-last inside."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x).contiguous()
 
 
 def _norm_of_maps(module: nn.Module, name: str, model: nn.Module) -> type | None:
-    owner = model.get_submodule(name.rpartition('.')[0])
-    is_one = isinstance(owner, PoolFormer) and type(module) is nn.GroupNorm
-    return ContiguousNorm if is_one else None
+    is_own = isinstance(model.get_submodule(name.rpartition('.')[0]), PoolFormer)
+    return ContiguousNorm if is_own and type(module) is nn.GroupNorm else None
 
 
-def _has_operators(model: nn.Module) -> bool:
-    """Return True if there are operators of mmcv, which read maps as contiguous ones: RoIAlign."""
-    return any(type(m).__module__.startswith('mmcv.ops') for m in model.modules())
+def _reads_contiguous(model: nn.Module) -> bool:
+    return any(type(m).__module__.startswith('mmcv.ops') for m in model.modules())  # RoIAlign
 
 
 def _poolformer_(module: nn.Module, _, model: nn.Module) -> bool:
-    if type(module) is not PoolFormer or _has_operators(model):
+    if type(module) is not PoolFormer or _reads_contiguous(model):
         return False
     # The deploy form has maps of this format after the first FFN on tokens.
     model.to(memory_format=torch.channels_last)
@@ -75,7 +73,7 @@ def _channels_last_(module: nn.Module, name: str, model: nn.Module) -> bool:
     kind = name.rpartition('.')[2]
     if kind == 'backbone' or kind not in (*PARTS, 'mask_head') or not is_on_gpu(module):
         return False
-    if _has_operators(model if kind == 'neck' else module):  # a neck's maps go to all heads
+    if _reads_contiguous(model if kind == 'neck' else module):  # a neck's maps go to all heads
         return False
     module.to(memory_format=torch.channels_last)
     return True

@@ -47,9 +47,8 @@ class Options:
         if self.device is None:
             object.__setattr__(self, 'device', 'cuda' if torch.cuda.is_available() else 'cpu')
         kinds, reasons = installed_formats(self.device, self.formats)
-        if not kinds:  # after all fits, nothing would be measured
-            why = '; '.join(reasons) or f'all of {self.formats} are for another device'
-            raise ValueError(f'there is no format to try on {self.device!r}: {why}')
+        if not kinds:  # nothing would be measured after all fits
+            raise ValueError(f'no format to try on {self.device!r}: {reasons or self.formats}')
 
     @property
     def percents(self) -> list[int]:

@@ -200,9 +200,8 @@ def advice(bench: Bench, row: Row) -> list[str]:
     form, folder, stock = FORMATS[row.format], bench.record.out_dir, bench.stock
     weights = file = osp.join(folder, 'model.pth')
     config = osp.join(folder, 'tested.py' if bench.judge.config else 'model.py')
-    timing = ['tools/benchmark.py', config, weights, '--dataset']
+    timing = ['tools/benchmark.py', config, weights, '--dataset', '--device', bench.device]
     timing += ['--baseline', stock.config, '--baseline-checkpoint', stock.checkpoint]
-    timing += ['--device', bench.device]
     timing += ['--images', bench.options.images] if bench.options.images else []
     if row.file:
         file = osp.join(folder, f'model{osp.splitext(row.file)[1]}')

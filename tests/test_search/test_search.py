@@ -202,8 +202,8 @@ def test_the_chosen_model_keeps_its_promise(folder, monkeypatch, capsys):
     for line in (
         f'Chosen: 40 %, OpenVINO f32, {row.speedup:.2f} × as fast, {row.difference:+.2f} top-1 [',
         'test it: python tools/test_exported.py out/tested.py out/model.onnx --precision f32\n',
-        'time it: python tools/benchmark.py out/tested.py out/model.pth --dataset --baseline '
-        'out/candidates/stock.py --baseline-checkpoint model.pth --device cpu --exported '
+        'time it: python tools/benchmark.py out/tested.py out/model.pth --dataset --device cpu '
+        '--baseline out/candidates/stock.py --baseline-checkpoint model.pth --exported '
         'out/model.onnx:f32\n',
         "openvino.compile_model('out/model.onnx', 'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})\n",
     ):
