@@ -134,7 +134,7 @@ def formatted(
         table.add_column(column, justify='left' if words else 'right', no_wrap=True)
     for row in rows:
         table.add_row(*row)
-    Console(file=text, width=200).print(table)
+    Console(file=text, width=2000).print(table)
     lines = (line.rstrip() for line in text.getvalue().splitlines())
     return '\n'.join(line for line in lines if line)
 

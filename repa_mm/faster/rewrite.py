@@ -40,8 +40,24 @@ def _uper_head(module: nn.Module, *_) -> type | None:
     return FastUPerHead if type(module) is UPerHead and FastUPerHead.is_ordinary(module) else None
 
 
+class ContiguousNorm(nn.GroupNorm):
+    """GroupNorm of a PoolFormer's maps, whose deploy form is channels-last inside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).contiguous()
+
+
+def _norm_of_maps(module: nn.Module, name: str, model: nn.Module) -> type | None:
+    is_own = isinstance(model.get_submodule(name.rpartition('.')[0]), PoolFormer)
+    return ContiguousNorm if is_own and type(module) is nn.GroupNorm else None
+
+
+def _reads_contiguous(model: nn.Module) -> bool:
+    return any(type(m).__module__.startswith('mmcv.ops') for m in model.modules())  # RoIAlign
+
+
 def _poolformer_(module: nn.Module, _, model: nn.Module) -> bool:
-    if type(module) is not PoolFormer:
+    if type(module) is not PoolFormer or _reads_contiguous(model):
         return False
     # The deploy form has maps of this format after the first FFN on tokens.
     model.to(memory_format=torch.channels_last)
@@ -57,9 +73,8 @@ def _channels_last_(module: nn.Module, name: str, model: nn.Module) -> bool:
     kind = name.rpartition('.')[2]
     if kind == 'backbone' or kind not in (*PARTS, 'mask_head') or not is_on_gpu(module):
         return False
-    readers = model if kind == 'neck' else module  # a neck's maps go to all heads
-    if any(type(m).__module__.startswith('mmcv.ops') for m in readers.modules()):
-        return False  # these operators read maps as contiguous ones
+    if _reads_contiguous(model if kind == 'neck' else module):  # a neck's maps go to all heads
+        return False
     module.to(memory_format=torch.channels_last)
     return True
 
@@ -86,6 +101,7 @@ REWRITES = (
         lambda m, *_: TraceableCrossAttention if type(m) is nn.MultiheadAttention else None,
     ),
     Rewrite('average pool', ('trace',), average_pool),
+    Rewrite('maps', (), _norm_of_maps),
     Rewrite('PoolFormer', ('infer',), _poolformer_),
     Rewrite('BatchNorm', ('infer',), fused_class_),
     Rewrite('channels last', ('cuda',), _channels_last_),

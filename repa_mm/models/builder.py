@@ -64,6 +64,7 @@ def _put_all(
     """Put structures into a model, and return each with what :meth:`Structure.put_` returns."""
     built = [_structure(**s) if isinstance(s, dict) else s for s in structures]
     model._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
+    rewrite_(model, 'maps')
     # All sites of the model, since other parts of it may have structures already. Listed before
     # the structures are put in, since a structure may change the class of a block.
     sites = [*ffn_sites(model, where=''), *attention_sites(model, where='')]

@@ -44,6 +44,7 @@ def matching(texts: Sequence[str]) -> list[str]:
     Raises:
         ValueError: If no name has a text in it.
     """
+    texts = [texts] if isinstance(texts, str) else texts
     named = {text: [kind for kind in FORMATS if text.lower() in kind.lower()] for text in texts}
     for text, kinds in named.items():
         if not kinds:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from repa_mm.search.formats import matching
+from repa_mm.search.formats import installed_formats
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,11 @@ class Options:
     def __post_init__(self) -> None:
         if not all(0 < budget <= 1 for budget in self.budgets):
             raise ValueError(f'budgets must be in (0, 1], not {self.budgets}')
-        matching(self.formats)  # an error should show before the search
         if self.device is None:
             object.__setattr__(self, 'device', 'cuda' if torch.cuda.is_available() else 'cpu')
+        kinds, reasons = installed_formats(self.device, self.formats)
+        if not kinds:  # nothing would be measured after all fits
+            raise ValueError(f'no format to try on {self.device!r}: {reasons or self.formats}')
 
     @property
     def percents(self) -> list[int]:

@@ -113,7 +113,7 @@ def prepare(config: str, checkpoint: str, out_dir: str, target: Target, options:
     record.content.update(
         config=config, checkpoint=checkpoint, device=device, target=str(target),
         images=f'{tested} images of {osp.abspath(folder) if folder else "data"}' if tested
-        else 'not tested',
+        else 'not tested', rows=[], notes=[],  # those of an earlier call had another target
     )  # fmt: skip
     return Bench(
         *pair, cfg, record, judge, tested, target, options,
@@ -200,7 +200,7 @@ def advice(bench: Bench, row: Row) -> list[str]:
     form, folder, stock = FORMATS[row.format], bench.record.out_dir, bench.stock
     weights = file = osp.join(folder, 'model.pth')
     config = osp.join(folder, 'tested.py' if bench.judge.config else 'model.py')
-    timing = ['tools/benchmark.py', config, weights, '--dataset']
+    timing = ['tools/benchmark.py', config, weights, '--dataset', '--device', bench.device]
     timing += ['--baseline', stock.config, '--baseline-checkpoint', stock.checkpoint]
     timing += ['--images', bench.options.images] if bench.options.images else []
     if row.file:

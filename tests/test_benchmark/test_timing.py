@@ -81,3 +81,5 @@ def test_compare():
 def test_a_table_of_changes(capsys):
     show('title', ('a', 'b'), [['x', change(np.full(3, 60.0), np.full(3, 100.0))]])
     assert '| x | -40.0 % [-40.0, -40.0] |' in capsys.readouterr().out
+    show('title', ('a', 'b'), [['x' * 250, '12.5']])  # the path of a file, say
+    assert f'| {"x" * 250} | 12.5 |' in capsys.readouterr().out

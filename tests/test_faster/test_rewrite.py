@@ -5,6 +5,8 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
+from mmcv.ops import RoIAlign
+from mmpretrain.models import PoolFormer
 
 from repa_mm import config_path
 from repa_mm.apis import open_model
@@ -57,6 +59,13 @@ def test_prepared_models_compute_the_same(task, monkeypatch, relative_error):
     for a, b, exact in zip(found, of_stock, expected, strict=True):
         assert a.dtype == b.dtype
         assert relative_error(a, exact) < 2 * relative_error(b, exact) + 1e-3
+
+
+def test_maps_for_operators_of_mmcv_stay_contiguous():
+    model = nn.ModuleDict(dict(backbone=PoolFormer('s12')))
+    assert rewrite_(copy.deepcopy(model), 'infer')
+    model['roi_layer'] = RoIAlign(7)
+    assert not rewrite_(model, 'infer')
 
 
 def test_on_a_cpu_nothing_changes():

@@ -354,7 +354,9 @@ def test_poolformer_trains_its_patch_embedding_and_sees_views():
         ffn.register_forward_pre_hook(lambda m, args: seen.append(args[0].is_contiguous()))
     with torch.no_grad():
         model(torch.randn(2, 3, 64, 96).contiguous(memory_format=torch.channels_last))
+        maps = reparameterize(build('poolformer'))(torch.randn(1, 3, 64, 96))
     assert seen and all(seen)
+    assert all(x.is_contiguous() for x in maps)  # RoIAlign reads them as such
 
 
 def test_activation_checkpointing_gives_the_same_gradients(check_same):

@@ -28,6 +28,7 @@ def test_formats_of_a_gpu():
 
 def test_formats_by_parts_of_their_names():
     assert matching(['f32', 'runtime']) == [ORT, F32] and matching([]) == [*FORMATS]
+    assert matching('OpenVINO f32') == [F32]
     assert installed_formats('cpu', ['F32'])[0] == [F32]
     with pytest.raises(ValueError, match="no format has 'tensorrt' in its name: PyTorch, .*int8"):
         matching(['f32', 'tensorrt'])

@@ -202,8 +202,9 @@ def test_the_chosen_model_keeps_its_promise(folder, monkeypatch, capsys):
     for line in (
         f'Chosen: 40 %, OpenVINO f32, {row.speedup:.2f} × as fast, {row.difference:+.2f} top-1 [',
         'test it: python tools/test_exported.py out/tested.py out/model.onnx --precision f32\n',
-        'time it: python tools/benchmark.py out/tested.py out/model.pth --dataset --baseline '
-        'out/candidates/stock.py --baseline-checkpoint model.pth --exported out/model.onnx:f32\n',
+        'time it: python tools/benchmark.py out/tested.py out/model.pth --dataset --device cpu '
+        '--baseline out/candidates/stock.py --baseline-checkpoint model.pth --exported '
+        'out/model.onnx:f32\n',
         "openvino.compile_model('out/model.onnx', 'CPU', {'INFERENCE_PRECISION_HINT': 'f32'})\n",
     ):
         assert line in said
@@ -254,6 +255,7 @@ def test_fits_of_several_budgets(folder, monkeypatch):
     error[0] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         narrow(0.3, 0.2)
+    assert not stored()['rows']  # those of the call before had other budgets
     error.clear()
     assert narrow(0.3, 0.2) == [('30 %', 0.3), ('20 %', 0.2)]
     assert fitted == [0.3, 0.02, 0.01, 0.2]
@@ -507,6 +509,7 @@ def test_errors_leave_the_folder_as_it_was(folder, monkeypatch):
         (dict(latency=40), r'in \(0, 1\), not 40'), (dict(latency=0), 'not 0'),
         (dict(max_loss=-1), 'not -1'), (dict(budgets=[60]), r'not \[60\]'),
         (dict(max_loss=1, num_images=0), 'needs 30 images'), (dict(formats=['trt']), 'no format'),
+        (dict(formats=['graphs']), "no format to try on 'cpu'"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             run(**wrong)
