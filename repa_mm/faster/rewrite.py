@@ -86,27 +86,26 @@ def _capture_(module: nn.Module, name: str, model: nn.Module) -> bool:
     return True
 
 
+def _exactly(kind: type | None, other: type) -> Callable[..., type | None]:
+    return lambda module, *_: other if type(module) is kind else None
+
+
+_DEFORMABLE = _exactly(MultiScaleDeformableAttention, FastDeformableAttention)
+_CROSS = _exactly(nn.MultiheadAttention, TraceableCrossAttention)
 #: In the order in which they are made.
 REWRITES = (
     Rewrite('window attention', ('train', 'trace'), fast_class, 'Restructured'),
-    Rewrite(
-        'deformable attention', ('train', 'trace'),
-        lambda m, *_: FastDeformableAttention if type(m) is MultiScaleDeformableAttention else None,
-        'Restructured',
-    ),
+    Rewrite('deformable attention', ('train', 'trace'), _DEFORMABLE, 'Restructured'),
     Rewrite('UPerHead', ('train',), _uper_head, 'FastUPerHead'),
     Rewrite('padding', ('trace',), patch_padding),
-    Rewrite(
-        'cross attention', ('trace',),
-        lambda m, *_: TraceableCrossAttention if type(m) is nn.MultiheadAttention else None,
-    ),
+    Rewrite('cross attention', ('trace',), _CROSS),
     Rewrite('average pool', ('trace',), average_pool),
     Rewrite('maps', (), _norm_of_maps),
     Rewrite('PoolFormer', ('infer',), _poolformer_),
     Rewrite('BatchNorm', ('infer',), fused_class_),
     Rewrite('channels last', ('cuda',), _channels_last_),
     Rewrite('CUDA graphs', ('graphs',), _capture_),
-)  # fmt: skip
+)
 
 
 def rewrite_(model: nn.Module, *what: str) -> list[tuple[str, Rewrite]]:
