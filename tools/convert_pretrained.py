@@ -8,6 +8,7 @@ The tool writes a checkpoint and its config.
 import argparse
 import itertools
 
+from repa_mm.benchmark.timing import duration
 from repa_mm.convert.conversion import PARTS
 from repa_mm.convert.pretrained import convert_checkpoint
 from repa_mm.io.command_line import readable_errors, tool_parser
@@ -38,8 +39,8 @@ def main() -> None:
 
     def progress(part, number: int, seconds: float) -> None:
         what = f'{part.unexplained:.2%} of the variance is unexplained'
-        left = f'{seconds:.0f} s' if seconds < 60 else f'{seconds / 60:.0f} min'
-        print(f'{next(steps)}/{number} {part.name}: {what}, about {left} left', flush=True)
+        left = f'about {duration(seconds)} left'
+        print(f'{next(steps)}/{number} {part.name}: {what}, {left}', flush=True)
 
     with readable_errors():
         result = convert_checkpoint(**args, progress=progress)

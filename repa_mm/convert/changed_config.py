@@ -21,7 +21,7 @@ def converted_config(
     idle_ratio: float | None = None,
     rewritten: Sequence[tuple[str, Rewrite]] = (),
 ) -> Config:
-    """Return the config of a model with parts of other sizes and with faster parts.
+    """Return the config of a model with parts of other sizes and with exact parts.
 
     If nothing changes, ``cfg`` itself is returned. ``model`` is the original model, ``where`` and
     ``idle_ratio`` are as for :class:`~repa_mm.convert.Conversion`, and ``rewritten`` is what

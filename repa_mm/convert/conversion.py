@@ -97,7 +97,7 @@ class Conversion:
     :mod:`repa_mm.convert.lockstep`, so the memory grows with the number of batches.
 
     A model with its config in ``cfg``, such as one of :func:`~repa_mm.apis.open_model`, becomes
-    one with the config of the converted model there, and with our faster parts.
+    one with the config of the converted model there, and with exact parts.
 
     Args:
         model (nn.Module): A backbone or a whole model, which stays as it is.

@@ -89,7 +89,7 @@ def translate(
     """
     backbone = MODELS.build(cfg)
     given = {key.removeprefix('module.'): value for key, value in state_dict.items()}
-    weights, head = _translated(_inside(given, path)[0], backbone, args)
+    weights, head = _translated(_inside(given, path), backbone, args)
     load_weights(backbone, weights, path, start=True)
     return {**{f'backbone.{key}': value for key, value in backbone.state_dict().items()}, **head}
 
@@ -98,8 +98,7 @@ class WeightsFile:
     """The weights that an ``init_cfg`` names, in MMPretrain's layout or in another one.
 
     They are for a backbone, or for a ``whole`` model. For a backbone, the prefix of its weights is
-    found if ``init_cfg`` has none, and a prefix 'backbone.' that the file lacks is ignored. The
-    attribute ``init_cfg`` has the prefix that the file has.
+    found if ``init_cfg`` has none, and a prefix 'backbone.' that the file lacks is ignored.
 
     Raises:
         CheckpointError: If no weight has the prefix, or there are several backbones to choose from.
@@ -109,8 +108,7 @@ class WeightsFile:
         self.path = init_cfg['checkpoint']
         checkpoint = load_checkpoint(self.path)
         self._args, weights = checkpoint.get('args'), checkpoint['state_dict']
-        self._given, prefix = _inside(weights, self.path, init_cfg.get('prefix'), whole)
-        self.init_cfg = ConfigDict(init_cfg, prefix=prefix)
+        self._given = _inside(weights, self.path, init_cfg.get('prefix'), whole)
 
     def weights_of(self, model: nn.Module) -> tuple[dict, bool]:
         """Return the weights under the names of a model, and whether they were translated."""
@@ -123,10 +121,8 @@ class WeightsFile:
         return _in_sizes_of(model, self._given), False
 
 
-def _inside(
-    weights: dict, path: str, prefix: str | None = None, whole: bool = False
-) -> tuple[dict, str | None]:
-    """Return the weights behind a prefix, for a backbone or a whole model, and their prefix."""
+def _inside(weights: dict, path: str, prefix: str | None = None, whole: bool = False) -> dict:
+    """Return the weights behind a prefix, for a backbone or a whole model."""
     prefix = f'{prefix.rstrip(".")}.' if prefix else ''
     is_found = any(key.startswith(prefix) for key in weights)
     if not whole and not (prefix and is_found):
@@ -142,7 +138,7 @@ def _inside(
         raise CheckpointError(f'{path} has no weights behind the prefix {prefix!r} of init_cfg')
     if prefix:
         weights = {k[len(prefix) :]: v for k, v in weights.items() if k.startswith(prefix)}
-    return weights, prefix or None
+    return weights
 
 
 def _translated(

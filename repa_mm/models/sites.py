@@ -242,9 +242,10 @@ def _known(attention: nn.Module) -> tuple[Callable, type | Callable]:
             raise ValueError(f'its attention has a {name}, unlike that of a ViT')
     # The narrower modules read these, and do not call them.
     for name, kinds in dict(attn_drop=(nn.Dropout,), attn=(nn.MultiheadAttention,)).items():
-        if isinstance(inner := getattr(attention, name, None), nn.Module):
-            _check_stock(inner, f'the {name} of its attention', *kinds)
+        if isinstance(part := getattr(attention, name, None), nn.Module):
+            _check_stock(part, f'the {name} of its attention', *kinds)
     if kind is MMCVAttention:
+        inner = attention.attn
         has_own_keys = inner.in_proj_weight is None or inner.bias_k is not None
         if has_own_keys or inner.add_zero_attn or not attention.batch_first:
             raise ValueError('it is no self-attention: keys and values are not of its tokens')

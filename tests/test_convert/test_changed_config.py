@@ -1,4 +1,4 @@
-"""Configs of converted models, and of those with faster parts alone."""
+"""Configs of converted models, and of those with exact parts alone."""
 
 import copy
 
