@@ -39,11 +39,11 @@ from benchmarks.methods import METHODS, Weights, shared_widths, statistics
 from benchmarks.tables import COLUMNS, Row
 from repa_mm import convert_pretrained
 from repa_mm.apis import open_model, read_images
-from repa_mm.benchmark.timing import measure
 from repa_mm.convert import Conversion
 from repa_mm.convert.lockstep import in_lockstep
 from repa_mm.convert.pretrained import split_images
 from repa_mm.io.configs import load_config
+from repa_mm.measure.timing import measure
 
 COSTS = [0.9, 0.75, 0.5, 0.375, 0.25, 0.15]
 IMAGES = 64  # that a detector or segmentor is fitted to

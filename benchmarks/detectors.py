@@ -36,13 +36,13 @@ from benchmarks.compare import append
 from benchmarks.even import even_config
 from demo.dataset import PHOTOGRAPHS, load_photograph
 from repa_mm.apis import open_model, read_images
-from repa_mm.benchmark.timing import compare, measure, show
 from repa_mm.export import ExportedModel, example_shape, whole_model, whole_onnx
 from repa_mm.export.exporter import to_onnx
 from repa_mm.faster import fuse_conv_bn_
 from repa_mm.io.configs import load_config
 from repa_mm.io.files import write_bytes
 from repa_mm.io.paths import config_path
+from repa_mm.measure.timing import compare, measure, show
 from repa_mm.search.formats import BF16, EAGER, F32, FORMATS, ORT
 
 #: Configs: stock, and as a RePaFormer if there is one.

@@ -34,8 +34,11 @@ from demo.dataset import PHOTOGRAPHS, load_photograph, write_digit_scenes
 from demo.run import DATA, train
 from repa_mm import config_path, speed_up
 from repa_mm.apis import open_model
-from repa_mm.benchmark.timing import measure, show_machine
-from repa_mm.benchmark.variants import (
+from repa_mm.faster import cuda_graphs_, faster_on_gpu_
+from repa_mm.faster.cuda_graphs import Captured
+from repa_mm.io.configs import load_config
+from repa_mm.measure.timing import measure, show_machine
+from repa_mm.measure.variants import (
     DEPLOY,
     MODEL,
     STOCK,
@@ -44,9 +47,6 @@ from repa_mm.benchmark.variants import (
     noise_of_size,
     variants,
 )
-from repa_mm.faster import cuda_graphs_, faster_on_gpu_
-from repa_mm.faster.cuda_graphs import Captured
-from repa_mm.io.configs import load_config
 from repa_mm.surgery import copied
 
 NAME = 'benchmarks.on_a_gpu'

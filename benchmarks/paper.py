@@ -20,12 +20,12 @@ from mmengine.config import Config
 from mmengine.logging import MMLogger
 
 from repa_mm.apis import open_model
-from repa_mm.benchmark.complexity import count
-from repa_mm.benchmark.timing import change, measure, show, show_machine
-from repa_mm.benchmark.variants import DEPLOY, OURS, STOCK
 from repa_mm.faster import fuse_conv_bn_, rewrite_
 from repa_mm.io.configs import load_config
 from repa_mm.io.paths import config_path
+from repa_mm.measure.complexity import count
+from repa_mm.measure.timing import change, measure, show, show_machine
+from repa_mm.measure.variants import DEPLOY, OURS, STOCK
 from repa_mm.reparam import reparameterize_
 from repa_mm.surgery import copied
 

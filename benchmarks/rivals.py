@@ -33,18 +33,18 @@ import torch.nn.functional as F
 
 from repa_mm.apis import open_model, read_images
 from repa_mm.apis.images import input_channels
-from repa_mm.benchmark.timing import compare, measure, show
-from repa_mm.benchmark.variants import STOCK
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.export import ExportedModel, example_shape, whole_model, whole_onnx
 from repa_mm.faster import rewrite_
 from repa_mm.io.configs import load_config
 from repa_mm.io.files import write_text
+from repa_mm.measure.timing import compare, measure, show
+from repa_mm.measure.variants import STOCK
 from repa_mm.models import ffn_sites
-from repa_mm.search.bench import export
 from repa_mm.search.formats import EAGER, FORMATS, INT8, in_format_
 from repa_mm.search.judge import Annotated
 from repa_mm.search.steps import quiet
+from repa_mm.search.workbench import export
 
 #: Criteria that need neither labels nor gradients.
 CRITERIA = {'magnitude': 'GroupMagnitude', 'LAMP': 'LAMP'}

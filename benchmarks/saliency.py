@@ -28,8 +28,8 @@ from mmseg.registry import MODELS
 from benchmarks import dinov2
 from repa_mm.apis import open_model
 from repa_mm.apis.images import build_images, evenly
-from repa_mm.benchmark.timing import compare, measure, show
 from repa_mm.io.configs import load_config
+from repa_mm.measure.timing import compare, measure, show
 from repa_mm.search.judge import Agreement
 
 SIDES = 210, 196, 182, 168  # of smaller images, in pixels

@@ -34,13 +34,13 @@ from mmengine.runner import Runner
 from benchmarks.compare import append, percent
 from repa_mm import config_path
 from repa_mm.apis import open_model, read_images
-from repa_mm.benchmark.complexity import count
-from repa_mm.benchmark.timing import measure
 from repa_mm.convert import Conversion
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.export import ExportedModel, agreeing_onnx
 from repa_mm.faster import rewrite_
 from repa_mm.io.configs import load_config
+from repa_mm.measure.complexity import count
+from repa_mm.measure.timing import measure
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 MODELS = {

@@ -21,10 +21,10 @@ from mmengine.model import revert_sync_batchnorm
 
 from repa_mm.apis import open_model
 from repa_mm.apis.images import input_channels
-from repa_mm.benchmark.latency import latency_rows
-from repa_mm.benchmark.timing import measure, show, show_machine
-from repa_mm.benchmark.variants import STOCK, autocasting
 from repa_mm.io.configs import load_config
+from repa_mm.measure.latency import latency_rows
+from repa_mm.measure.timing import measure, show, show_machine
+from repa_mm.measure.variants import STOCK, autocasting
 from repa_mm.reparam import set_training_path_
 
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'

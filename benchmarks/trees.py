@@ -41,8 +41,8 @@ from demo.run import test, train
 from repa_mm import config_path, convert_pretrained
 from repa_mm.apis import open_model, read_images
 from repa_mm.apis.images import cropped
-from repa_mm.benchmark.timing import measure
 from repa_mm.io.configs import load_config
+from repa_mm.measure.timing import measure
 
 # Of each split the file, and its cells in both directions.
 TILES = {

@@ -18,10 +18,10 @@ from mmengine.runner import Runner, find_latest_checkpoint
 
 from demo.dataset import write_digit_scenes
 from repa_mm.apis.features import relative_error
-from repa_mm.benchmark.complexity import count
-from repa_mm.benchmark.timing import measure, show
 from repa_mm.io.configs import load_config
 from repa_mm.io.paths import config_path
+from repa_mm.measure.complexity import count
+from repa_mm.measure.timing import measure, show
 from repa_mm.reparam import reparameterize
 from repa_mm.search import speed_up
 

@@ -13,9 +13,13 @@ from mmengine.logging import MMLogger
 
 from repa_mm.apis import read_images
 from repa_mm.apis.features import check_same
-from repa_mm.benchmark.latency import latency_rows
-from repa_mm.benchmark.timing import measure, show, show_machine
-from repa_mm.benchmark.variants import (
+from repa_mm.export import ExportedModel
+from repa_mm.faster import cuda_graphs_, faster_on_gpu_
+from repa_mm.io.command_line import readable_errors, tool_parser
+from repa_mm.io.configs import load_config
+from repa_mm.measure.latency import latency_rows
+from repa_mm.measure.timing import measure, show, show_machine
+from repa_mm.measure.variants import (
     OURS,
     STOCK,
     autocasting,
@@ -24,10 +28,6 @@ from repa_mm.benchmark.variants import (
     noise_of_size,
     variants,
 )
-from repa_mm.export import ExportedModel
-from repa_mm.faster import cuda_graphs_, faster_on_gpu_
-from repa_mm.io.command_line import readable_errors, tool_parser
-from repa_mm.io.configs import load_config
 from repa_mm.surgery import copied
 
 EXAMPLES = """examples:

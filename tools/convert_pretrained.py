@@ -8,10 +8,10 @@ The tool writes a checkpoint and its config.
 import argparse
 import itertools
 
-from repa_mm.benchmark.timing import duration
 from repa_mm.convert.conversion import PARTS
 from repa_mm.convert.pretrained import convert_checkpoint
 from repa_mm.io.command_line import readable_errors, tool_parser
+from repa_mm.measure.timing import duration
 
 
 def parse_args() -> argparse.Namespace:

@@ -3,11 +3,11 @@
 import argparse
 
 from repa_mm.apis import open_model
-from repa_mm.benchmark.complexity import count
-from repa_mm.benchmark.timing import show
-from repa_mm.benchmark.variants import noise_of_size
 from repa_mm.io.command_line import readable_errors, tool_parser
 from repa_mm.io.configs import load_config
+from repa_mm.measure.complexity import count
+from repa_mm.measure.timing import show
+from repa_mm.measure.variants import noise_of_size
 from repa_mm.reparam import has_training_form, reparameterize
 
 

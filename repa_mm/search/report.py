@@ -21,8 +21,8 @@ from matplotlib.transforms import Bbox
 from mmengine.config import Config
 from mmengine.registry import VISUALIZERS
 
-from repa_mm.benchmark.timing import formatted
 from repa_mm.io.files import write_text
+from repa_mm.measure.timing import formatted
 from repa_mm.search.formats import FORMATS
 from repa_mm.search.judge import METRICS, Judge
 from repa_mm.search.rows import Row

@@ -14,11 +14,10 @@ from mmengine.dataset import pseudo_collate
 from repa_mm.apis import open_model
 from repa_mm.apis.features import check_same
 from repa_mm.apis.images import build_images, cropped, evenly
-from repa_mm.benchmark.timing import duration, show
 from repa_mm.convert.pretrained import save_model
 from repa_mm.io.configs import load_config
 from repa_mm.io.files import replacing, write_bytes, write_text
-from repa_mm.search.bench import Bench, originals
+from repa_mm.measure.timing import duration, show
 from repa_mm.search.formats import FORMATS, precision_of
 from repa_mm.search.judge import LEAST_IMAGES, Agreement, Annotated, files_of
 from repa_mm.search.options import Options
@@ -26,6 +25,7 @@ from repa_mm.search.record import Record, environment, hash_of_file, hashed
 from repa_mm.search.report import gain, notes, table, title, write_report
 from repa_mm.search.rows import Row, Target, settle, unsure, walk
 from repa_mm.search.steps import quiet
+from repa_mm.search.workbench import Workbench, originals
 from repa_mm.version import __version__
 
 #: OpenVINO's name of the type in which it computes floats, also in the metadata of a chosen file.
@@ -84,7 +84,9 @@ def speed_up(
     return rows
 
 
-def prepare(config: str, checkpoint: str, out_dir: str, target: Target, options: Options) -> Bench:
+def prepare(
+    config: str, checkpoint: str, out_dir: str, target: Target, options: Options
+) -> Workbench:
     """Open the model, its data, and what is known of them."""
     device, folder = options.device, options.images
     if torch.device(device).type == 'cuda':
@@ -115,13 +117,13 @@ def prepare(config: str, checkpoint: str, out_dir: str, target: Target, options:
         images=f'{tested} images of {osp.abspath(folder) if folder else "data"}' if tested
         else 'not tested', rows=[], notes=[],  # those of an earlier call had another target
     )  # fmt: skip
-    return Bench(
+    return Workbench(
         *pair, cfg, record, judge, tested, target, options,
         calibration=lambda: [pseudo_collate([train[i]]) for i in to_fit],
     )  # fmt: skip
 
 
-def search(bench: Bench) -> list[Row]:
+def search(bench: Workbench) -> list[Row]:
     """Return the rows of all candidates; the first one is of the original."""
     bench.record.save()
     bench.plan()
@@ -131,7 +133,7 @@ def search(bench: Bench) -> list[Row]:
     return [bench.stock_row(), *rows]
 
 
-def publish(bench: Bench, rows: Sequence[Row], chosen: Row | None) -> list[Row]:
+def publish(bench: Workbench, rows: Sequence[Row], chosen: Row | None) -> list[Row]:
     """Write the chosen model, the results and the report, and print the table."""
     record, judge = bench.record, bench.judge
     rows = [replace(row, chosen=row is chosen) for row in rows]
@@ -156,7 +158,7 @@ def publish(bench: Bench, rows: Sequence[Row], chosen: Row | None) -> list[Row]:
     return rows
 
 
-def write_chosen(bench: Bench, row: Row) -> None:
+def write_chosen(bench: Workbench, row: Row) -> None:
     """Write the chosen model, and a config that tests it on the images it was chosen on."""
     folder = osp.join(osp.abspath(bench.record.out_dir), '')
     stem, model = f'{folder}model', open_model(row.config, row.checkpoint)
@@ -195,7 +197,7 @@ def copy_with_precision(source: str, out: str, precision: str) -> None:
         write_bytes(out, model.SerializeToString())
 
 
-def advice(bench: Bench, row: Row) -> list[str]:
+def advice(bench: Workbench, row: Row) -> list[str]:
     """Return what was chosen, and what tests, times and runs it."""
     form, folder, stock = FORMATS[row.format], bench.record.out_dir, bench.stock
     weights = file = osp.join(folder, 'model.pth')

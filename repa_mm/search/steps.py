@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from mmengine.logging import MMLogger
 
-from repa_mm.benchmark.timing import duration
+from repa_mm.measure.timing import duration
 
 
 @contextmanager

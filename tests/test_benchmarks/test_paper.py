@@ -9,9 +9,9 @@ from torch.overrides import TorchFunctionMode
 import repa_mm
 from benchmarks.paper import counterpart_, paper_rows
 from repa_mm.apis import open_model
-from repa_mm.benchmark.complexity import count
 from repa_mm.faster import rewrite_
 from repa_mm.io.configs import load_config
+from repa_mm.measure.complexity import count
 
 ROWS = paper_rows()
 

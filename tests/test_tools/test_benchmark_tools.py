@@ -68,7 +68,7 @@ def test_parts_of_ours_that_compute_something_else_are_refused(call, monkeypatch
         torch.nn.init.ones_(next(model.backbone.parameters()))
         return rewrite_(model, *stages)
 
-    monkeypatch.setattr('repa_mm.benchmark.variants.rewrite_', broken)
+    monkeypatch.setattr('repa_mm.measure.variants.rewrite_', broken)
     status, error = call('benchmark', *BOTH)
     assert status and 'stock with our parts' in error
 

@@ -13,8 +13,8 @@ from mmpretrain.models.backbones.swin_transformer import SwinBlock
 import repa_mm
 from projects.token_reduction import ReducedSwinBlock, reduce_tokens, reduce_tokens_
 from projects.token_reduction.tokens import _layout, merge_neighbours
-from repa_mm.benchmark import count
 from repa_mm.faster import Geometry
+from repa_mm.measure import count
 from repa_mm.models import RePaSwinTransformer, RePaVisionTransformer, add_structures_
 from repa_mm.reparam import CheckpointError, TrainingForm
 

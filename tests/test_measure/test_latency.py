@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from repa_mm.benchmark.latency import latency_rows
+from repa_mm.measure.latency import latency_rows
 
 TIMES = {
     'stock': np.full(3, 100.0),

@@ -4,7 +4,7 @@ import time
 import numpy as np
 import pytest
 
-from repa_mm.benchmark.timing import change, compare, measure, order_of_turn, show
+from repa_mm.measure.timing import change, compare, measure, order_of_turn, show
 
 
 def test_every_callable_runs_first_and_after_every_other_one():

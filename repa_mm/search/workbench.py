@@ -19,8 +19,6 @@ from repa_mm.apis import open_model
 from repa_mm.apis.features import check_same
 from repa_mm.apis.images import cropped
 from repa_mm.apis.models import deploy_
-from repa_mm.benchmark.timing import SETTLE, compare, duration, measure
-from repa_mm.benchmark.variants import STOCK
 from repa_mm.convert import Conversion
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.pretrained import conversion_of, save_model
@@ -29,6 +27,8 @@ from repa_mm.export.comparison import agreement_of, num_found, overlap
 from repa_mm.export.exporter import MAX_ERROR
 from repa_mm.faster import faster_on_gpu_, rewrite_
 from repa_mm.io.files import write_bytes, write_text
+from repa_mm.measure.timing import SETTLE, compare, duration, measure
+from repa_mm.measure.variants import STOCK
 from repa_mm.reparam import has_deploy_form
 from repa_mm.search.formats import EAGER, FLOAT32, FORMATS, INT8, in_format_, installed_formats
 from repa_mm.search.judge import Judge, Score
@@ -96,7 +96,7 @@ def same(found: BaseDataElement, expected: BaseDataElement) -> bool:
     return num_found([both]) > 0 and 1 - agreement_of([both]) <= largest
 
 
-class Bench:
+class Workbench:
     """Finds what is not known of candidates: fits, files, times and tests.
 
     ``stock`` and ``base`` are the candidates of :func:`originals`, of which the second is narrowed.

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 import repa_mm
-from repa_mm.benchmark.variants import autocasting, noise_of_size, variants
 from repa_mm.io.configs import load_config
+from repa_mm.measure.variants import autocasting, noise_of_size, variants
 from repa_mm.reparam import has_deploy_form, has_training_form
 
 

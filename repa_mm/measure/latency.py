@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from repa_mm.benchmark.timing import change
-from repa_mm.benchmark.variants import DEPLOY, MODEL, OURS
+from repa_mm.measure.timing import change
+from repa_mm.measure.variants import DEPLOY, MODEL, OURS
 
 
 def latency_rows(

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from mmcv.ops import DeformConv2dPack, ModulatedDeformConv2dPack
 from mmseg.models import UPerHead
 
-from repa_mm.benchmark.complexity import count
 from repa_mm.faster import fuse_conv_bn_, rewrite_
+from repa_mm.measure.complexity import count
 from repa_mm.surgery import hooks_of
 
 
