@@ -20,14 +20,14 @@ from torch.utils.data import Dataset
 from repa_mm.apis.images import evenly
 from repa_mm.export import agreement_of, num_found, overlap
 from repa_mm.io.files import write_text
-from repa_mm.search.precision import coco_records, voc_records
+from repa_mm.search.precision import coco_records
 from repa_mm.search.record import hash_of_file, hashed
 
 #: Metrics to judge by, the first that an evaluator has, with short names and the points of a 1 in
 #: them. In others less may be better, or images cannot be resampled.
 METRICS = {
     'coco/segm_mAP': ('mask AP', 100), 'coco/bbox_mAP': ('box AP', 100),
-    'pascal_voc/mAP': ('mAP', 100), 'mIoU': ('mIoU', 1), 'mDice': ('mDice', 1),
+    'mIoU': ('mIoU', 1), 'mDice': ('mDice', 1),
     'mFscore': ('mFscore', 1), 'multi-label/mAP': ('mAP', 1), 'accuracy/top1': ('top-1', 1),
 }  # fmt: skip
 RESAMPLES = 400
@@ -259,7 +259,6 @@ class Adapter(NamedTuple):
 ADAPTERS = dict(
     CocoMetric=Adapter(with_own_annotations_, coco_records),
     CocoPanopticMetric=Adapter(with_own_annotations_),
-    VOCMetric=Adapter(records=voc_records),
 )
 
 

@@ -3,7 +3,6 @@
 import os.path as osp
 import tempfile
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import mmengine
 import numpy as np
@@ -48,30 +47,6 @@ def coco_records(metric: BaseMetric, name: str, results: list) -> tuple[Callable
     ]
 
 
-def voc_records(metric: BaseMetric, name: str, results: list) -> tuple[Callable, list[tuple]]:
-    """Match detections as :func:`coco_records`, for MMDetection's ``VOCMetric``.
-
-    The metric itself matches anew at each evaluation, by processes that it starts.
-    """
-    from mmdet.evaluation.functional.mean_ap import get_cls_results, tpfp_default
-
-    truth, found = zip(*results)
-    records = []
-    for k in range(len(found[0])):
-        images, true, ignored = list(zip(*get_cls_results(found, truth, k))), [], []
-        for image in images:
-            matches = [
-                tpfp_default(*image, iou_thr=thr, use_legacy_coordinate=True)
-                for thr in metric.iou_thrs
-            ]
-            hits, misses = (np.concatenate(x) > 0 for x in zip(*matches))
-            true.append(hits)
-            ignored.append(~(hits | misses))
-        scores, objects = [boxes[:, -1] for boxes, *_ in images], [len(x[1]) for x in images]
-        records.append(_record(scores, true, ignored, objects))
-    return partial(mean_ap, points=11 if metric.eval_mode == '11points' else None), records
-
-
 def _record(scores: Sequence, hits: Sequence, ignored: Sequence, objects: Sequence) -> tuple:
     """Put together what images have: scores (D, ), hits and ignored (T, D), number of objects."""
     images = np.repeat(np.arange(len(scores)), [len(x) for x in scores])
@@ -80,11 +55,10 @@ def _record(scores: Sequence, hits: Sequence, ignored: Sequence, objects: Sequen
     return images[by], hits, ignored, np.array(objects)
 
 
-def mean_ap(records: list[tuple], weights: np.ndarray, points: int | None = 101) -> float:
-    """Compute a mean average precision in points, if each image is there ``weights`` (n, ) times.
+def mean_ap(records: list[tuple], weights: np.ndarray) -> float:
+    """Compute COCO's average precision, in points, if each image is there ``weights`` (n, ) times.
 
-    ``points`` is the number of recalls to average the precision over: 101 for COCO, 11 for VOC, or
-    None for the area below the curve.
+    It is the mean over categories, thresholds and 101 recalls.
     """
     values = []
     for images, hits, ignored, objects in records:
@@ -98,8 +72,5 @@ def mean_ap(records: list[tuple], weights: np.ndarray, points: int | None = 101)
         precision = np.maximum.accumulate(precision[:, ::-1], 1)[:, ::-1]
         precision = np.pad(precision, ((0, 0), (0, 1)))  # a recall that is not reached
         for recall, one in zip(true / total, precision):
-            if points is None:
-                values.append(np.diff(recall, prepend=0) @ one[:-1])
-            else:
-                values.append(one[np.searchsorted(recall, np.linspace(0, 1, points))].mean())
+            values.append(one[np.searchsorted(recall, np.linspace(0, 1, 101))].mean())
     return 100 * float(np.mean(values)) if values else float('nan')
