@@ -1,27 +1,16 @@
-"""Draw docs/convert.png and docs/smaller.png: what cheaper models keep of a metric.
+"""Draw docs/convert.png: what conversions keep of a metric, over the multiply-adds of the FFNs.
 
-The first is over the multiply-adds of the FFNs, of conversions; the second over those of the whole
-model, of conversions and of what everyone tries first. Models of several seeds are averaged::
+Models of several seeds are averaged::
 
     python -m benchmarks.picture
 """
 
-import re
 from pathlib import Path
 from statistics import fmean
 
 import matplotlib.pyplot as plt
 
-from benchmarks.tables import ROOT, Row, grouped, read, runs, smaller_rows
-
-#: Series of docs/smaller.png: style, how the model is trained, and which names belong to it.
-SMALLER = {
-    'narrower blocks (ours)': ('o-C0', '160×160', r'budget [\d.]+'),
-    'smaller images': ('s--C3', '160×160', r'original, images of \d+'),
-    'fewer channels, from scratch': ('^:C2', '160×160', r'\d+ channels.*'),
-    'narrower blocks, trained at several sizes': ('o-C9', 'several sizes', r'budget [\d.]+'),
-    'smaller images, trained at several sizes': ('s--C1', 'several sizes', r'original, images.*'),
-}
+from benchmarks.tables import ROOT, Row, grouped, read, runs
 
 
 def curve(rows: list[Row], method: str) -> tuple[list[float], list[float]]:
@@ -64,34 +53,5 @@ def draw(path: Path) -> None:
     figure.savefig(path, dpi=80)
 
 
-def draw_smaller(path: Path) -> None:
-    """Draw a panel for each model: the change of the metric over the multiply-adds."""
-    rows = smaller_rows(read())
-    macs = [row for row in rows if row['of'] == 'multiply-adds']
-    macs = {(row['model'], row['name']): float(row['value']) for row in macs}
-    panels = grouped(
-        [row for row in rows if row['of'] in ('box AP', 'mask AP', 'mIoU')], 'model', 'of'
-    )
-    figure, axes = plt.subplots(2, (len(panels) + 1) // 2, figsize=(11, 8.4), layout='constrained')
-    for axis, ((model, metric), found) in zip(axes.flat, panels.items()):
-        by_name = grouped(found, 'trained', 'name')
-        for label, (style, trained, names) in SMALLER.items():
-            points = [(1.0, 0.0)]
-            for (how, name), each in by_name.items():
-                if how == trained and re.fullmatch(names, name):
-                    original = runs(by_name[trained, 'original'])
-                    lost = fmean(value - original[run] for run, value in runs(each).items())
-                    points.append((macs[model, name] / macs[model, 'original'], lost))
-            if len(points) > 1:
-                axis.plot(*zip(*sorted(points)), style, label=label)
-        axis.set(title=model, xlabel='multiply-adds of the model', ylabel=f'change of {metric}')
-        axis.set_ylim(-12, 4)
-        axis.grid(color='#e4e4e4')
-    lines = axes[0][0].get_legend_handles_labels()
-    figure.legend(*lines, loc='outside lower center', ncols=2, frameon=False)
-    figure.savefig(path, dpi=80)
-
-
 if __name__ == '__main__':
     draw(ROOT / 'docs' / 'convert.png')
-    draw_smaller(ROOT / 'docs' / 'smaller.png')

@@ -131,24 +131,6 @@ def table(
     return re.sub(r'(?<![\w.-])-(?=\d)', '−', text.replace('|  |', '| |').replace('|  |', '| |'))
 
 
-def smaller_rows(rows: list[Row]) -> list[Row]:
-    """The rows of benchmarks/smaller.py, with what the model is as 'name', and 'trained' how.
-
-    The Mask R-CNN is judged by its masks.
-    """
-    found, several = [], 'several sizes'
-    for row in rows:
-        boxes_of_masks = row['of'] == 'box AP' and row['model'].startswith('Mask R-CNN')
-        if row['what'].startswith('smaller: ') and not boxes_of_masks:
-            form = row['form'].removeprefix(f'{several} and ').replace(several, 'original')
-            how, side = form.split(', ')
-            how = re.sub(r'^width (\d+)$', r'\1 channels instead of 48, from scratch', how)
-            name = how if side == '160' else f'{how}, images of {side}'
-            trained = '160×160' if form == row['form'] else several
-            found.append(dict(row, name=name, trained=trained))
-    return found
-
-
 def tables() -> dict[str, str]:
     """Return the Markdown of all tables, by name."""
     every = read()
@@ -213,25 +195,6 @@ def tables() -> dict[str, str]:
         found = of('detectors: published', model=rows[0]['model'])
         return listed(found) if rows[0]['method'] == STOCK else ''
 
-    smaller = smaller_rows(every)
-    base = grouped([row for row in smaller if row['name'] == 'original'], 'model', 'trained', 'of')
-    costs = {(r['model'], r['name'], r['of']): float(r['value']) for r in smaller}
-    for row in smaller:
-        how = '' if row['trained'] == '160×160' else f', {row["trained"]}'
-        row['column'] = f'{row["model"]}, {row["of"].removeprefix("time, ")}{how}'
-    timed = [row for row in smaller if row['of'].startswith('time, ')]
-    tested = [row for row in smaller if row not in timed and row['of'] != 'multiply-adds']
-
-    def share(row: Row, what: str) -> str:
-        """A cost of a form, as a share of that of the original."""
-        cost, whole = (costs[row['model'], name, what] for name in (row['name'], 'original'))
-        return f'{cost / whole:.2f}'
-
-    def lost(rows: list[Row]) -> str:
-        row = rows[0]
-        change = difference(rows, base[row['model'], row['trained'], row['of']]) or mean(rows)
-        return f'{change} ({share(row, "multiply-adds")})'
-
     pretraining = of('after pretraining: ')
     pretraining = [dict(row, name=f'{row["model"]}, {row["of"]}') for row in pretraining]
 
@@ -275,8 +238,6 @@ def tables() -> dict[str, str]:
         ),
         'dense-prediction': table(of("AP or mIoU, the paper's"), 'model', 'form'),
         'conversion': table(lines, 'model of keep', 'method', against(originals)),
-        'smaller': table(tested, 'name', 'column', lost),
-        'smaller-times': table(timed, 'name', 'column', lambda rows: share(rows[0], rows[0]['of'])),
         'heads': table(
             heads, 'model of', 'form', against([r for r in heads if r['form'] == 'original'])
         ),

@@ -253,13 +253,12 @@ class Conversion:
 
     def _fits(self, sizes: Sizes, clock: Clock) -> Iterator[tuple[BlockReport, FittedPart | None]]:
         """Fit one part after the other, each given those before."""
-        fit = None
         with ExitStack() as fitted:
             for i, (part, tokens) in enumerate(self._meetings(self.batches)):
                 clock.start()
                 row = BlockReport(part.name, part.sizes, sizes[part.name], self.costs[part.name])
-                # Up to the first narrower part there is nothing to make up for.
-                if row.after != row.before or fit is not None:
+                fit = None
+                if row.after != row.before:
                     fit = part.fit(part.sample(tokens, self.max_tokens, i), row.after)
                     row.changed, row.unexplained = True, fit.unexplained
                     row.constant_heads = fit.constant_heads

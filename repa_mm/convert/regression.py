@@ -31,7 +31,7 @@ RIDGES = (0.1, 0.01, 0.03, 0.3, 1.0, 3.0, 100.0)
 # weights changes by e / (2 sqrt(ridge)) at most, with e the root mean square of its error, this
 # bounds changes to about three times the norm of the weights.
 MIN_RIDGE = 0.03
-STEPS = 200  # of gradient descent
+STEPS = 50  # of gradient descent
 EVERY_CHANNEL = slice(None)
 
 #: Normalized tokens u (N, C), or patches, and target outputs t (N, C) without shortcut.
