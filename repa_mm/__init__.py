@@ -35,13 +35,6 @@ def _exported_model(**kwargs):
     return ExportedModel(**kwargs)
 
 
-def _imitation(**kwargs):
-    """Build a model as :func:`~repa_mm.apis.imitation.build_imitating` does."""
-    from repa_mm.apis.imitation import build_imitating
-
-    return build_imitating(**kwargs)
-
-
 if find_spec('mmengine'):
     try:
         from mmengine.registry import MODELS
@@ -55,7 +48,6 @@ if find_spec('mmengine'):
     else:
         _reason = ''
         MODELS.register_module('ExportedModel', module=_exported_model)
-        MODELS.register_module('Imitation', module=_imitation)
         __all__ += _ON_FIRST_USE
 
 

@@ -33,8 +33,8 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument('--num-images', type=int, default=100, help='to test on (100); 0: no test')
     parser.add_argument(
-        '--budgets', type=float, nargs='*', default=[0.6, 0.4, 0.25, 0.15],
-        help="fractions of the blocks' multiply-adds to try (0.6 0.4 0.25 0.15)",
+        '--budgets', type=float, nargs='*', default=[0.85, 0.6, 0.4, 0.25],
+        help="fractions of the blocks' multiply-adds to try (0.85 0.6 0.4 0.25)",
     )  # fmt: skip
     parser.add_argument(
         '--formats', nargs='+', default=[], metavar='NAME',

@@ -4,7 +4,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Sequence
-from functools import cache, partial, reduce
+from functools import cache, partial
 
 import torch
 import torch.nn as nn
@@ -96,8 +96,6 @@ class WithStructures:
         build_ordinary (Callable): Builds the model without structures, whose weights fill the
             forms.
     """
-
-    _prefix = 'Restructured'
 
     def __init__(
         self,
@@ -224,31 +222,29 @@ class WithStructures:
                     norm.eval()
         return self  # mmpretrain's backbones return None
 
+    def __reduce_ex__(self, protocol):
+        reduced = super().__reduce_ex__(protocol)
+        kind = _ordinary_class(type(self))
+        if type(self) is not _class_with_structures(kind):
+            return reduced
+        # Pickle looks up classes by name and would not find this one, so unpickling creates it
+        # again from its parent.
+        return _new, (kind,), *reduced[2:]
+
 
 def _ordinary_class(kind: type) -> type:
     return next(cls for cls in kind.__mro__ if not issubclass(cls, WithStructures))
 
 
-@cache
-def derived(mixin: type, kind: type) -> type:
-    """Return the class that derives from a mixin and a model's class, the same one each time."""
-    made_of = mixin, *vars(kind).get('made_of', (kind,))
-    members = dict(__doc__=kind.__doc__, __module__=__name__, made_of=made_of)
-    name = f'{mixin._prefix}{kind.__name__}'
-    return type(name, (mixin, kind), dict(members, __reduce_ex__=_reduce_derived))
-
-
-def _reduce_derived(self, protocol) -> tuple:
-    reduced = object.__reduce_ex__(self, protocol)
-    if 'made_of' not in vars(type(self)):  # of a subclass, which pickle finds by its name
-        return reduced
-    # Pickle would not find a derived class by its name, so unpickling derives it again.
-    return _new_derived, type(self).made_of, *reduced[2:]
-
-
-def _new_derived(*made_of: type) -> nn.Module:
-    cls = reduce(lambda kind, mixin: derived(mixin, kind), reversed(made_of))
+def _new(kind: type) -> nn.Module:
+    cls = _class_with_structures(kind)
     return cls.__new__(cls)
+
+
+@cache
+def _class_with_structures(kind: type) -> type:
+    members = dict(__doc__=kind.__doc__, __module__=__name__)
+    return type(f'Restructured{kind.__name__}', (WithStructures, kind), members)
 
 
 @MODELS.register_module(name='Restructured')
@@ -292,4 +288,4 @@ def build_with_structures(
             raise ValueError(f'Restructured takes the config of a model, and {name!r} is no class')
         if issubclass(kind, WithStructures):
             raise ValueError(f'a {kind.__name__} has structures already: use it as it is')
-        return derived(WithStructures, kind)(**args, structures=structures)
+        return _class_with_structures(kind)(**args, structures=structures)

@@ -19,7 +19,7 @@ class Options:
         num_images (int): Number of images to test on, spread over the config's validation data.
             Defaults to 100. With 0, nothing is tested. A floor needs 30.
         budgets (Sequence[float]): Budgets of the narrower models, as for
-            :func:`~repa_mm.convert_pretrained`. Defaults to 0.6, 0.4, 0.25 and 0.15.
+            :func:`~repa_mm.convert_pretrained`. Defaults to 0.85, 0.6, 0.4 and 0.25.
         formats (Sequence[str]): Parts of the names of the formats to try, such as 'OpenVINO' or
             'f32'. Defaults to all that are installed.
         fit_images (int): Number of images to fit to. Two thirds of them calibrate int8, which is
@@ -33,7 +33,7 @@ class Options:
 
     images: str | None = None
     num_images: int = 100
-    budgets: Sequence[float] = (0.6, 0.4, 0.25, 0.15)
+    budgets: Sequence[float] = (0.85, 0.6, 0.4, 0.25)
     formats: Sequence[str] = ()
     fit_images: int = 64
     repeats: int = 20

@@ -16,7 +16,7 @@ ORDINARY, IDLE = 'ffn.layers.0.0.weight', 'ffn.fc1.weight'
 def test_pretraining(tmp_path, monkeypatch, capsys):
     """Each way trains from its weights, on other scenes than the classifier's, and has a row."""
     monkeypatch.chdir(tmp_path)
-    found, others = {}, {}
+    found = {}
 
     def train(cfg, folder):
         model = MODELS.build(cfg.model)
@@ -28,9 +28,7 @@ def test_pretraining(tmp_path, monkeypatch, capsys):
         }
         assert names == {f'{i:012d}' for i in range(1, 17)} and len(scenes) == 16
         found[Path(folder).name] = model.backbone
-        others[Path(folder).name] = type(model).__name__, cfg.get('load_from'), cfg.train_cfg
         Path(folder).mkdir()
-        Path(folder, 'last_checkpoint').write_text('weights.pth')
         return 'weights.pth'
 
     def test(cfg, checkpoint, deploy, folder):
@@ -47,17 +45,12 @@ def test_pretraining(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(pretraining, 'test', test)
     monkeypatch.setattr(training_form, 'refine', lambda fit, *_: fit)
     command = ['pretraining', '--small', '--device', 'cpu', '--tasks', 'digits', '--seeds', '3']
-    command += ['--ways', *pretraining.WAYS, 'repa+', 'repa-long', 'stock-on', '--weight', '.5']
     monkeypatch.setattr(sys, 'argv', command)
     pretraining.main()
 
     rows = tables.read('work_dirs/pretraining.csv')
     values = {row['form']: (row['run'], row['value']) for row in rows}
-    assert len(rows) == len(pretraining.WAYS) + 3
-    assert others['repa+0.5'][0] == 'ImitatingRetinaNet' and others['repa'][0] == 'RetinaNet'
-    assert others['stock-on'][1] == 'weights.pth' and not others['stock'][1]
-    assert others['repa-long'][2].max_iters == 3 and others['repa+0.5'][2].max_iters == 2
-    assert values['channel idle, pretrained as such, imitating (0.5)'][1] == '50'
+    assert len(rows) == len(pretraining.WAYS)
     for i, (way, (form, weights, _)) in enumerate(pretraining.WAYS.items(), 1):
         assert values[form] == ('seed 3', str(10 * i))
         given = torch.load(f'work_dirs/pretraining/digits_3/{weights}.pth')['state_dict']
