@@ -9,7 +9,7 @@ import torch
 from benchmarks import on_a_gpu, tables
 from repa_mm.apis import open_model
 from repa_mm.convert import parts
-from repa_mm.search import bench
+from repa_mm.search import workbench
 from repa_mm.search.formats import EAGER
 
 OPTIONS = '--small', '--device', 'cpu', '--amp', 'float32', '--repeats', '1', '--out', 'out.csv'
@@ -60,7 +60,7 @@ def test_part(part, run, monkeypatch):
     monkeypatch.setattr(on_a_gpu, 'train', train)
     monkeypatch.setattr(parts, 'refine', lambda fit, *_: fit)
     monkeypatch.setattr(on_a_gpu, 'cuda_graphs_', lambda model: model)  # on a GPU alone
-    monkeypatch.setattr(bench, 'installed_formats', lambda *_: ([EAGER], []))
+    monkeypatch.setattr(workbench, 'installed_formats', lambda *_: ([EAGER], []))
     run(part)
     rows = tables.read('out.csv')
     assert tuple(row['form'] for row in rows) == FORMS[part]

@@ -26,7 +26,7 @@ from repa_mm.export import ExportedModel, Session, runner_for_exported
 from repa_mm.faster.attention import FastShiftWindowMSA
 from repa_mm.io.configs import load_config
 from repa_mm.reparam import CheckpointError, has_deploy_form, has_training_form
-from repa_mm.search import bench
+from repa_mm.search import workbench
 from repa_mm.search.formats import EAGER, F32, GRAPHS, INT8, ORT
 from repa_mm.search.judge import Annotated
 from repa_mm.search.search import copy_with_precision
@@ -103,19 +103,19 @@ def folder(learned, monkeypatch, tmp_path):
 
     def times(calls, images, repeats, seconds, settle, per_turn):
         assert per_turn and all(call(copy.deepcopy(images[0])) for call in calls.values())
-        candidate, slower = divmod(len(rows), len(bench.installed_formats('cpu')[0]))
+        candidate, slower = divmod(len(rows), len(workbench.installed_formats('cpu')[0]))
         rows.append(calls)
         found = np.full(5, 60 * 0.95**candidate + slower)
         return {name: np.full(5, 100.0) if name == '0' else found for name in calls}
 
-    monkeypatch.setattr(bench, 'measure', times)
+    monkeypatch.setattr(workbench, 'measure', times)
     for name in ('conversion_of', 'agreeing_onnx'):
-        monkeypatch.setattr(bench, name, partial(once, getattr(bench, name)))
+        monkeypatch.setattr(workbench, name, partial(once, getattr(workbench, name)))
     return tmp_path
 
 
 def formats(monkeypatch, *kinds):
-    monkeypatch.setattr(bench, 'installed_formats', lambda *_: ([*kinds], []))
+    monkeypatch.setattr(workbench, 'installed_formats', lambda *_: ([*kinds], []))
 
 
 def run(out='out', config='config.py', checkpoint='model.pth', **kwargs):
@@ -139,7 +139,7 @@ def stored(out='out'):
 def no_more(monkeypatch):
     """Whatever is fitted, exported or tested from now on is an error."""
     for name in ('conversion_of', 'agreeing_onnx'):
-        monkeypatch.setattr(bench, name, None)
+        monkeypatch.setattr(workbench, name, None)
     monkeypatch.setattr(Annotated, '__call__', None)
 
 
@@ -241,7 +241,7 @@ def test_fits_of_several_budgets(folder, monkeypatch):
         return model, SimpleNamespace(fraction=max(budget, 0.18))
 
     conversion = SimpleNamespace(sizes=lambda budget=0.5: budget, fit=fit)
-    monkeypatch.setattr(bench, 'conversion_of', lambda *_: conversion)
+    monkeypatch.setattr(workbench, 'conversion_of', lambda *_: conversion)
 
     def narrow(*budgets):
         rows = run(budgets=budgets, num_images=0)
@@ -271,7 +271,7 @@ def test_a_file_that_fails_is_tried_again_by_the_next_call(folder, monkeypatch):
         calls.append(args)
         raise RuntimeError('an unknown operator')
 
-    monkeypatch.setattr(bench, 'agreeing_onnx', fail)
+    monkeypatch.setattr(workbench, 'agreeing_onnx', fail)
     for _ in range(2):
         assert [row.format for row in run(num_images=0)] == [EAGER, EAGER]
         (note,) = stored()['notes']
@@ -303,7 +303,7 @@ def test_a_format_shares_a_test_only_if_it_finds_the_same(folder, monkeypatch):
             ]
         return model
 
-    monkeypatch.setattr(bench, 'ExportedModel', exported)
+    monkeypatch.setattr(workbench, 'ExportedModel', exported)
     for _ in range(2):
         stock, *rows = run()
         assert [row.tested_in for row in rows] == [ORT, ORT, F32]
@@ -321,13 +321,17 @@ def test_nothing_that_is_found_is_not_the_same():
         )
         for n in (0, 1)
     )
-    assert bench.same(one, one) and not bench.same(none, none) and not bench.same(none, one)
+    assert (
+        workbench.same(one, one)
+        and not workbench.same(none, none)
+        and not workbench.same(none, one)
+    )
 
 
 def test_int8_is_accepted_on_images_that_are_neither_calibrated_on_nor_tested(folder, monkeypatch):
     formats(monkeypatch, EAGER, INT8)
     given = []
-    monkeypatch.setattr(bench, 'quantize', lambda model, path, *found: given.extend(found))
+    monkeypatch.setattr(workbench, 'quantize', lambda model, path, *found: given.extend(found))
     run(images='images', num_images=12, fit_images=9)
     calibrated, held_out = ({x['data_samples'][0].img_path for x in part} for part in given)
     tested = {str(path) for path in sorted(Path('images').absolute().rglob('*.png'))[::3]}
@@ -472,8 +476,8 @@ def test_images_without_annotations(folder, monkeypatch):
 def test_a_large_model_has_few_turns_of_one_image(folder, monkeypatch, seconds, is_large):
     """Rows that a busy minute made fast are timed again, two at a time."""
     formats(monkeypatch, EAGER, ORT, F32, INT8)
-    monkeypatch.setattr(bench, 'SLOW_SECONDS', seconds)
-    monkeypatch.setattr(bench, 'quantize', lambda *_: 1 / 0)
+    monkeypatch.setattr(workbench, 'SLOW_SECONDS', seconds)
+    monkeypatch.setattr(workbench, 'quantize', lambda *_: 1 / 0)
     timed, together = [], []
 
     def measure(calls, images, *_, **__):
@@ -484,7 +488,7 @@ def test_a_large_model_has_few_turns_of_one_image(folder, monkeypatch, seconds, 
         together.append(len(calls))
         return {name: np.full(5, 100.0 - 50 * bool(int(name)) - int(name)) for name in calls}
 
-    monkeypatch.setattr(bench, 'measure', measure)
+    monkeypatch.setattr(workbench, 'measure', measure)
     rows = run(images='images', num_images=0, latency=0.9)
     assert {len(images) for images in timed} == {1 if is_large else 12}
     assert together == [3, 3]  # of three rivals
