@@ -241,6 +241,7 @@ def tables() -> dict[str, str]:
             'name',
             lambda rows: f'{mean(rows)} ({listed(rows)})' if len(rows) > 1 else listed(rows),
         ),
+        'trees': table(of('trees: '), 'form', 'of'),
         'detectors': table(
             of('detectors: time'),
             'model method',
