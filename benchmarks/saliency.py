@@ -140,6 +140,7 @@ def write(args: argparse.Namespace) -> None:
     print(f'largest difference from {args.model}: {error(model, args.model, images):.2g}')
 
 
+@torch.no_grad()
 def smaller(args: argparse.Namespace) -> None:
     """Print how smaller images agree with those of 224 pixels, as tools/speed_up.py judges."""
     cfg = load_config(args.config)

@@ -196,7 +196,9 @@ class Run:
         row = dict(what='trees', model='ATSS, trees', form=form, run=f'seed {self.seed}')
         append(self.args.out, row, found)
         models = dict(stock=open_model(self.load()), own=model)
-        times = measure({k: m.backbone for k, m in models.items()}, torch.rand(1, 3, 280, 280), 10)
+        with torch.no_grad():
+            calls = {name: one.backbone for name, one in models.items()}
+            times = measure(calls, torch.rand(1, 3, 280, 280), 10)
         stock, own = (float(np.median(times[name])) for name in models)
         append(self.args.out, dict(row, unit='ms'), {'latency of the backbone': own})
         append(self.args.out, row, {'latency of the backbone, times stock': own / stock})

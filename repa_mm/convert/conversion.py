@@ -355,14 +355,15 @@ def find_parts(
             'repa_mm.models.FAMILIES: add one with repa_mm.models.register_family'
         )
     ffn = PretrainedFFN if idle_ratio is None else partial(IdleFFN, idle_ratio=idle_ratio)
-    uses = Counter(site.module for site in sites)
+    layers = {site: [m for m in site.module.modules() if [*m.parameters(False)]] for site in sites}
+    uses = Counter(layer for site in sites for layer in layers[site])
     pretrained, skipped = {}, {}
     for site in sites:
         is_ffn = isinstance(site, FFNSite)
         name, kind = (site.block_name, ffn) if is_ffn else (site.name, PretrainedAttention)
         if isinstance(site.module, Form):
             skipped[name] = f'it has a {site.module.label} instead of an ordinary one'
-        elif uses[site.module] > 1:
+        elif any(uses[layer] > 1 for layer in layers[site]):
             skipped[name] = 'several blocks share it; only a module with one caller can be fitted'
         else:
             try:

@@ -81,6 +81,12 @@ def test_ways(data, monkeypatch):
         tested.append(cfg.test_dataloader.dataset.data_prefix['img'])
         return {'coco/bbox_mAP': 0.1, 'coco/bbox_mAP_50': 0.3}, trees.open_model(cfg, checkpoint)
 
+    timed = trees.measure
+
+    def measure(*args):
+        assert not torch.is_grad_enabled()
+        return timed(*args)
+
     arch = dict(embed_dims=24, num_layers=1, num_heads=2, feedforward_channels=96)
     load = trees.load_config
 
@@ -90,7 +96,7 @@ def test_ways(data, monkeypatch):
         cfg.model.neck.in_channels = [24]
         return cfg
 
-    for name, value in dict(train=train, test=test, load_config=small).items():
+    for name, value in dict(train=train, test=test, measure=measure, load_config=small).items():
         monkeypatch.setattr(trees, name, value)
     monkeypatch.setattr(training_form, 'refine', lambda fit, *_: fit)
     vit = MODELS.build(dict(small(trees.config_path(trees.CONFIG)).model.backbone, init_cfg=None))

@@ -10,6 +10,7 @@ from mmpretrain.models import VisionTransformer
 import repa_mm
 from benchmarks.even import even_sizes
 from repa_mm.convert import Conversion
+from repa_mm.convert.conversion import find_parts
 from repa_mm.reparam.autograd import autocast_dtype
 from tests.test_convert.even import narrowed
 
@@ -170,6 +171,15 @@ def test_what_blocks_share_stays(vit):
     assert [block.name for block in report.blocks] == ['layers.0.attn', 'layers.1']
     assert list(report.skipped) == ['layers.1.attn', 'layers.2.attn', 'layers.0', 'layers.2']
     assert all('several blocks share it' in why for why in report.skipped.values())
+
+
+def test_what_blocks_share_in_part_stays(vit):
+    vit.layers[2].ffn.layers[1] = vit.layers[0].ffn.layers[1]
+    vit.layers[1].attn.qkv = vit.layers[0].attn.qkv
+    pretrained, skipped = find_parts(vit)
+    assert [*pretrained] == ['layers.2.attn', 'layers.1']
+    assert all('several blocks share it' in why for why in skipped.values())
+    assert [*find_parts(vit, idle_ratio=0.75)[0]] == ['layers.1']
 
 
 def test_an_error_in_a_pass_leaves_nothing(vit):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from mmdet.evaluation import CocoMetric
+from mmdet.structures import DetDataSample
 from mmengine.config import Config
 from mmengine.evaluator import BaseMetric
 from mmengine.registry import DATASETS, METRICS, init_default_scope
@@ -267,6 +268,20 @@ def test_a_metric_of_ones_own_class(tmp_path):
         ProductMetric.factor = 0.5
         with pytest.raises(ValueError, match='ProductMetric computes another coco/bbox_mAP.*--im'):
             judge(Truth())
+
+
+def test_images_without_an_object(tmp_path):
+    cfg = detection(tmp_path)
+    judge = Annotated(cfg, 5, str(tmp_path / 'five.json'))
+    found = dict(
+        bboxes=torch.tensor([[1.0, 2, 8, 9]]), scores=torch.ones(1), labels=torch.zeros(1).long()
+    )
+    write_coco(Path(judge.config['test_evaluator'][0].ann_file), [([], [])] * 12, 20)
+    samples = [DetDataSample(pred_instances=InstanceData(**found)) for _ in range(5)]
+    for index, sample in zip(judge.indices, samples):
+        sample.set_metainfo(dict(img_id=index, ori_shape=(20, 20)))
+    with pytest.raises(ValueError, match='no object in the images.*--images'):
+        judge(Model(samples))
 
 
 @contextmanager
