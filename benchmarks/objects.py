@@ -11,15 +11,12 @@ from packages of Debian 12::
         --photographs data/debian/usr/share/backgrounds
     python tools/train.py configs/demo/retinanet_swin_clothes.py
 
-With ``--sizes 320 384 448 --out data/clothes_sizes`` each scene has one of these sizes, for
-configs/demo/retinanet_swin_t_clothes.py. Training and validation share neither a picture nor a
-photograph.
+Training and validation share neither a picture nor a photograph.
 """
 
 import argparse
 import gzip
 import os.path as osp
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +78,9 @@ def write_clothes(
     clothes: dict[str, tuple[np.ndarray, np.ndarray]],
     photographs: dict[str, list[tuple[str, int, np.ndarray]]],
     counts: dict[str, int],
-    sizes: Sequence[int] = (160,),
+    size: int = 160,
 ) -> None:
-    """Write scenes, each of one of the sizes, unless ``root`` exists.
+    """Write scenes of a size in pixels, unless ``root`` exists.
 
     ``clothes`` and ``photographs`` are what the readers return.
     """
@@ -99,7 +96,6 @@ def write_clothes(
             opacity = upsample((grey / NOT_BACKGROUND).clip(0, 1))
             return opacity, DARKEST + (1 - DARKEST) * upsample(grey / 255)
 
-        size = sizes[rng.integers(len(sizes))]  # one size draws nothing
         return compose_scene(rng, load, indices[split], photographs[split], size, saturation=255)
 
     write_scenes(root, counts, compose, DESCRIPTION)
@@ -114,14 +110,12 @@ def main() -> None:
     parser.add_argument('--out', default='data/clothes')
     parser.add_argument('--train', type=int, default=4000, help='number of scenes')
     parser.add_argument('--val', type=int, default=500, help='number of scenes')
-    parser.add_argument('--sizes', type=int, nargs='+', default=[160], help='of scenes in pixels')
     args = parser.parse_args()
     write_clothes(
         args.out,
         read_clothes(args.clothes),
-        read_photographs(args.photographs, max(args.sizes)),
+        read_photographs(args.photographs),
         dict(train=args.train, val=args.val),
-        args.sizes,
     )
 
 

@@ -17,7 +17,7 @@ appended to a file with the columns of results.csv::
 
 A narrower one, where RUN is work_dirs/trees/trees_0/stock, and the same trained further::
 
-    python tools/speed_up.py RUN.py RUN/iter_600.pth OUT_DIR --budgets 0.85 0.7 0.55 0.4 0.25
+    python tools/speed_up.py RUN.py RUN/iter_500.pth OUT_DIR --budgets 0.85 0.7 0.55 0.4 0.25
     python -m benchmarks.trees further OUT_DIR/candidates/55.py
 """
 
@@ -134,7 +134,7 @@ def write_weights(args: argparse.Namespace) -> None:
 class Scale(NamedTuple):
     """Iterations of a training, and images that channel-idle FFNs are fitted to."""
 
-    iterations: int = 600
+    iterations: int = 500
     fit: int = 64
 
 
@@ -192,7 +192,6 @@ class Run:
                 site = '' if split == 'val' else ', another site'
                 value = metrics.get(f'coco/bbox_mAP{key}', 0)
                 found[f'box AP{key[1:]}{site}'] = 100 * float(value)
-        found['seconds of a step'] = pretraining.logged(folder, 'time')
         row = dict(what='trees', model='ATSS, trees', form=form, run=f'seed {self.seed}')
         append(self.args.out, row, found)
         models = dict(stock=open_model(self.load()), own=model)
@@ -211,7 +210,7 @@ def train_ways(args: argparse.Namespace) -> None:
 
 
 def train_further(args: argparse.Namespace) -> None:
-    """Train converted models with labels for a third of the schedule, from their weights."""
+    """Test converted models, and train them with labels for a third of the schedule."""
     for seed in args.seeds:
         for config in args.configs:
             run, stem = Run(seed, args), Path(config).stem
@@ -220,6 +219,7 @@ def train_further(args: argparse.Namespace) -> None:
             cfg.load_from = str(Path(config).with_suffix('.pth'))
             cfg.default_hooks.logger.interval = min(20, steps)
             folder = run.folder / f'further_{stem}'
+            run.write(stem, cfg, cfg.load_from, folder)
             run.write(f'{stem}, trained further', cfg, train(cfg, str(folder)), folder)
 
 

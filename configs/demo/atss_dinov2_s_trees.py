@@ -99,7 +99,7 @@ test_dataloader = val_dataloader
 val_evaluator = dict(ann_file=data_root + 'annotations/instances_val2017.json')
 test_evaluator = val_evaluator
 
-max_iters = 600
+max_iters = 500
 train_cfg = dict(
     _delete_=True, type='IterBasedTrainLoop', max_iters=max_iters, val_interval=max_iters
 )

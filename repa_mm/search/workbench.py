@@ -267,6 +267,7 @@ class Workbench:
         found = zip(rows, sizes, others)
         return [replace(row, mb=mb, **columns_of(x, stock)) for row, mb, x in found], models
 
+    @torch.no_grad()
     def _times(self, *models: nn.Module) -> list[np.ndarray]:
         """Return the times of the original and of other models."""
         calls = {str(i): model.test_step for i, model in enumerate((self.original, *models))}
