@@ -36,7 +36,7 @@ SIDES = 210, 196, 182, 168  # of smaller images, in pixels
 CHANNELS = 384, 256, 128, 64
 
 
-@MODELS.register_module()
+@MODELS.register_module(force=True)  # as a script, and by the config
 class TransposedHead(BaseDecodeHead):
     """Three transposed convolutions, each of which doubles height and width, and a 1x1 one."""
 

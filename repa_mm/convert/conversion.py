@@ -36,9 +36,8 @@ from repa_mm.surgery import copied, unwrap
 
 #: Parts of a model that can be narrowed.
 PARTS = 'ffn', 'heads'
-# Tokens that a part is fitted to, drawn at random from all images. More images are worth more than
-# more tokens of each: docs/conversions.md, "More images".
-MAX_TOKENS = 16384
+# Tokens that a part is fitted to, drawn at random from all images.
+MAX_TOKENS = 32768
 #: Numbers of batches for the errors of a budget (fits see all batches) and for the gains: with one
 #: or eight for the gains, the outputs of a narrow RetinaNet changed by the same, within 4 %.
 AXES_BATCHES, GAIN_BATCHES = 16, 4
