@@ -156,7 +156,7 @@ def smaller(args: argparse.Namespace) -> None:
         judge.expected = judges[224].expected
         _, low, high = judge.difference(score := judge(model), stock)
         speed, *_ = compare(times[224], times[side])
-        rows.append([side, f'{speed:.2f}', f'{score.value:.1f}', f'[{low:+.1f}, {high:+.1f}]'])
+        rows.append([str(side), f'{speed:.2f}', f'{score.value:.1f}', f'[{low:+.1f}, {high:+.1f}]'])
     show('smaller images', ['side', 'speed', judges[224].name, '95 %'], rows)
 
 
