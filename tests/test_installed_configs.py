@@ -93,6 +93,10 @@ def test_six_lines_of_readme(tmp_path, quick_init):
     check_norms_decay_alike(model, cfg.optim_wrapper)
     shapes, others = ({k: v.shape for k, v in m.state_dict().items()} for m in (model, expected))
     assert shapes == others
+    rates, others = (
+        [x.drop_prob for x in m.modules() if hasattr(x, 'drop_prob')] for m in (model, expected)
+    )
+    assert rates == others and max(rates) > 0.19
 
 
 @pytest.mark.slow
