@@ -224,7 +224,8 @@ class Conversion:
         """Fit all parts to sizes, by name; :func:`convert_pretrained` explains the rest.
 
         Raises:
-            ValueError: If activations are not finite, or a forward pass depends on others.
+            ValueError: If activations are not finite, a forward pass depends on others, or the
+                result does not compute what was fitted.
         """
         cfg = self._config(sizes)
         if cfg is not None:
@@ -247,6 +248,7 @@ class Conversion:
             result._register_load_state_dict_pre_hook(check_state_dict, with_module=True)
         held_out, tested = list(held_out), copied(result)
         tested.eval()
+        self._check_fitted(tested)
         after = run_batches(partial(self.forward, tested), held_out)
         report.differences = differences(run_batches(self.run, held_out), after)
         return result, report
@@ -265,6 +267,16 @@ class Conversion:
                     fitted.enter_context(part.replaced(fit.function))
                 yield row, fit
 
+    def _check_fitted(self, model: nn.Module) -> None:
+        """Check that a converted model computes what its first batch computed during the fit."""
+        (found,) = run_batches(partial(self.forward, model), self.batches[:1])
+        change, most = relative_error(found, *self._student), tolerance(self.outputs[0])
+        if most < 0.01 and not change <= most:  # in half precision, rounding is as large
+            raise ValueError(
+                'the converted model does not compute what was fitted: its outputs on the first '
+                f'batch differ by {change:.1%}'
+            )
+
     def _config(self, sizes: Sizes) -> Config | None:
         """Return the config of the model with these sizes, or None if the original has none."""
         cfg = copy.deepcopy(getattr(self.original, 'cfg', None))
@@ -281,7 +293,7 @@ class Conversion:
         Raises:
             ValueError: If the outputs of the first batch are not those that it has alone.
         """
-        found = tensors((yield from in_lockstep(self.run, batches, students)))
+        found, *self._student = map(tensors, (yield from in_lockstep(self.run, batches, students)))
         if batches[0] is self.batches[0] and found:
             change = relative_error((x.cpu() for x in found), self.outputs)
             if not change <= tolerance(found[0]):

@@ -86,7 +86,8 @@ def in_lockstep(forward: Callable, batches: Sequence, students: bool = True) -> 
 
     Yields the :class:`Pausing` that all passes have reached, and a list with, for each batch, the
     positional arguments of the student and of the teacher there. Students then go on with what is
-    :meth:`~Pausing.replaced`. Returns what ``forward`` returns for the first batch, in its teacher.
+    :meth:`~Pausing.replaced`. Returns what ``forward`` returns for the first batch, in its teacher
+    and, if there are any, in its student.
 
     Args:
         forward (Callable): Runs a model that has a :class:`Pausing` module at each site on a batch.
@@ -99,7 +100,8 @@ def in_lockstep(forward: Callable, batches: Sequence, students: bool = True) -> 
     teachers = [_Pass(forward, batch, True) for batch in batches]
     others = [_Pass(forward, batch, False) for batch in batches] if students else []
     passes, outputs = teachers + others, []
-    passes[0].forward = lambda batch: outputs.append(forward(batch))
+    for one in [*teachers[:1], *others[:1]]:
+        one.forward = lambda batch: outputs.append(forward(batch))
     met = []
     try:
         while True:
@@ -111,7 +113,7 @@ def in_lockstep(forward: Callable, batches: Sequence, students: bool = True) -> 
                     f'batches, but at one point some are at {names}'
                 )
             if reached[0] is None:
-                return outputs[0]
+                return outputs
             if reached[0] in met:
                 raise ValueError(
                     f'{reached[0].name!r} runs more than once in a forward pass, but can '

@@ -18,7 +18,7 @@ from repa_mm.convert.parts import PretrainedFFN
 from repa_mm.convert.regression import FittedFFN
 from repa_mm.faster import rewrite_
 from repa_mm.models import FAMILIES, MLPs, add_structures_
-from repa_mm.models.sites import ffn_sites
+from repa_mm.models.sites import FFNSite, ffn_sites
 from repa_mm.models.structures import Widths
 from tests.test_convert.even import narrowed
 from tests.test_models.test_sites import CONVERTIBLE, NARROWED, build
@@ -102,6 +102,20 @@ def test_faster_parts_that_compute_something_else_are_refused(randomize, monkeyp
     message = "a faster model computes .*; 'stages.1.blocks.0.attn' differs first .Fast"
     with pytest.raises(ValueError, match=message):
         Conversion(pretrained('MMDetection Swin', randomize)[0], images(1), forward=outputs)
+
+
+@torch.no_grad()
+def test_a_model_that_does_not_compute_what_was_fitted_is_refused(randomize, monkeypatch):
+    put = FFNSite.set_weights
+
+    def spoiled(site, w_in, *others):
+        put(site, w_in.flip(1), *others)
+
+    monkeypatch.setattr(FFNSite, 'set_weights', spoiled)
+    model, _ = pretrained(VIT, randomize)
+    for options in (dict(budget=0.5), dict(idle_ratio=0.75)):
+        with pytest.raises(ValueError, match='does not compute what was fitted: .*differ by'):
+            repa_mm.convert_pretrained(model, images(), forward=outputs, **options)
 
 
 def test_what_the_report_says(randomize):
