@@ -236,8 +236,8 @@ def main() -> None:
     for name, function in (('train', train_ways), ('further', train_further)):
         command = commands.add_parser(name)
         if name == 'train':
-            ways = [*pretraining.WAYS]
-            command.add_argument('--ways', nargs='+', choices=ways, default=['stock', 'fitted'])
+            ways = ['stock', 'fitted', 'copied']
+            command.add_argument('--ways', nargs='+', choices=ways, default=ways)
         else:
             command.add_argument('configs', nargs='+', help='beside their weights')
         command.add_argument('--seeds', type=int, nargs='+', default=[0])
