@@ -262,7 +262,7 @@ class Conversion:
                 fit = None
                 if row.after != row.before:
                     fit = part.fit(part.sample(tokens, self.max_tokens, i), row.after)
-                    row.changed, row.unexplained = True, fit.unexplained
+                    row.unexplained = fit.unexplained
                     row.constant_heads = fit.constant_heads
                     fitted.enter_context(part.replaced(fit.function))
                 yield row, fit

@@ -21,7 +21,6 @@ class BlockReport:
     after: tuple[int, ...]
     costs: tuple[float, ...]  # multiply-adds for one unit of each of its sizes, for one image
     unexplained: float = 0.0  # share of the targets' variance that the narrower part leaves
-    changed: bool = False  # it has new weights: those before the first narrower part have not
     # Number of heads whose output hardly varies on the images: no fit can know what they do
     # elsewhere.
     constant_heads: int = 0
@@ -76,7 +75,7 @@ class ConversionReport:
     @property
     def sizes(self) -> Sizes:
         """New sizes of the parts with new weights, by name: those that a config must have."""
-        return {block.name: block.after for block in self.blocks if block.changed}
+        return {block.name: block.after for block in self.blocks if block.after != block.before}
 
     @property
     def gmacs(self) -> tuple[float, float]:
