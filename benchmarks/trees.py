@@ -32,6 +32,7 @@ import cv2
 import numpy as np
 import torch
 from mmengine.config import Config, DictAction
+from mmengine.registry import MODELS
 
 from benchmarks import dinov2, pretraining
 from benchmarks.compare import append
@@ -159,7 +160,7 @@ class Run:
             return cfg.model.backbone.init_cfg.checkpoint
         if path.exists():
             return str(path)
-        model = open_model(cfg)
+        model = MODELS.build(cfg.model).eval()  # open_model() would leave out the pretrained weights
         model.backbone.init_weights()
         images = read_images(cfg, 'train', self.scale.fit)
         batches = [model.data_preprocessor(cropped(x), False)['inputs'] for x in images]

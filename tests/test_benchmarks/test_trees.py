@@ -123,6 +123,8 @@ def test_ways(data, monkeypatch):
         assert torch.equal(value, vit.state_dict()['layers.0.ffn.layers.0.0.weight'])
     fitted = torch.load('work_dirs/trees/fitted.pth')['state_dict'][first]
     assert torch.equal(found['fitted'].backbone.state_dict()[first], fitted)
+    pretrained = vit.state_dict()['layers.0.ffn.layers.0.0.weight']  # in another order
+    assert (fitted[:, None] == pretrained).all(-1).any(1).all()
     assert tested == 3 * ['val2017/', 'osbs2017/']
     rows = tables.read('work_dirs/trees.csv')
     assert {row['of'] for row in rows} == {
