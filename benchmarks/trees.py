@@ -160,7 +160,7 @@ class Run:
             return cfg.model.backbone.init_cfg.checkpoint
         if path.exists():
             return str(path)
-        model = MODELS.build(cfg.model).eval()  # open_model() would leave out the pretrained weights
+        model = MODELS.build(cfg.model).eval()  # open_model() leaves pretrained weights out
         model.backbone.init_weights()
         images = read_images(cfg, 'train', self.scale.fit)
         batches = [model.data_preprocessor(cropped(x), False)['inputs'] for x in images]
