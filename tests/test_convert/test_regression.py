@@ -166,6 +166,15 @@ def test_channels_that_hardly_vary_get_no_large_weights(ffn, number, dtype, monk
 
 
 @torch.no_grad()
+def test_steps_never_lead_away_from_a_fit_with_hardly_an_error(ffn):
+    whole = FittedFFN.from_form(ffn)
+    u = torch.randn(DIMS) + 1e-3 * torch.randn(1000, DIMS)
+    t = whole(u)
+    fit = fit_ffn(whole, ffn_moments(whole, [(u, t)]), 12)
+    assert refine(fit, u, t).unexplained(u, t) <= fit.unexplained(u, t) < 0.1
+
+
+@torch.no_grad()
 def test_half_precision_rounds_the_tokens_alone(ffn):
     """The channels vary by less than their rounding in bfloat16, and are fitted all the same."""
     whole = FittedFFN.from_form(ffn)
