@@ -129,6 +129,12 @@ def search(bench: Workbench) -> list[Row]:
     bench.plan()
     print(f'at most {bench.steps.left.total()} steps')
     bench.stock = bench.test(bench.stock, bench.original)  # before the fits: it may be refused
+    metric, max_loss = bench.stock.metric, bench.target.max_loss
+    if max_loss is not None and metric <= max_loss:
+        raise ValueError(
+            f'the original has {metric:.2f} {bench.judge.name} on these images, no more than '
+            f'max_loss={max_loss} lets a model lose: check the checkpoint, the classes and the data'
+        )
     rows = walk(bench.candidates(), bench.rows, bench.target)
     return [bench.stock_row(), *rows]
 
