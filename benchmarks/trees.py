@@ -15,10 +15,15 @@ appended to a file with the columns of results.csv::
 
     python -m benchmarks.trees train --ways stock fitted copied --seeds 0 1 2
 
-A narrower one, where RUN is work_dirs/trees/trees_0/stock, and the same trained further::
+Where RUN is work_dirs/trees/trees_0/stock, a narrower one, and a RePaFormer that starts where the
+trained detector is. Both and the original are also trained on::
 
-    python tools/speed_up.py RUN.py RUN/iter_500.pth OUT_DIR --budgets 0.85 0.7 0.55 0.4 0.25
-    python -m benchmarks.trees further OUT_DIR/candidates/55.py
+    python tools/speed_up.py RUN.py RUN/iter_500.pth OUT_DIR --max-loss 1 --num-images 30 \
+        --fit-images 98 --budgets 0.85 0.7 0.55 0.4 0.25
+    python tools/convert_pretrained.py RUN.py RUN/iter_500.pth idle.pth --idle-ratio 0.75 \
+        --num-images 87
+    cp RUN/iter_500.pth RUN.pth
+    python -m benchmarks.trees further RUN.py idle.py OUT_DIR/candidates/55.py
 """
 
 import argparse
@@ -211,17 +216,23 @@ def train_ways(args: argparse.Namespace) -> None:
 
 
 def train_further(args: argparse.Namespace) -> None:
-    """Test converted models, and train them with labels for a third of the schedule."""
+    """Test converted models, and train them on with labels, for a third of the schedule.
+
+    The learning rate is a tenth of the first one.
+    """
     for seed in args.seeds:
         for config in args.configs:
             run, stem = Run(seed, args), Path(config).stem
             steps = run.scale.iterations // 3
             cfg = schedule(load_config(config, args.cfg_options), steps, seed)
             cfg.load_from = str(Path(config).with_suffix('.pth'))
+            cfg.optim_wrapper.optimizer.lr /= 10
             cfg.default_hooks.logger.interval = min(20, steps)
             folder = run.folder / f'further_{stem}'
-            run.write(stem, cfg, cfg.load_from, folder)
-            run.write(f'{stem}, trained further', cfg, train(cfg, str(folder)), folder)
+            deploy = 'reparameterize' in cfg.default_hooks
+            run.write(stem, cfg, cfg.load_from, folder, deploy)
+            trained = train(cfg, str(folder))
+            run.write(f'{stem}, trained further', cfg, trained, folder, deploy)
 
 
 def main() -> None:
