@@ -141,7 +141,7 @@ class Scale(NamedTuple):
     """Iterations of a training, and images that channel-idle FFNs are fitted to."""
 
     iterations: int = 500
-    fit: int = 64
+    fit: int = 98
 
 
 class Run:
@@ -160,7 +160,7 @@ class Run:
 
     def pretrained(self, name: str) -> str:
         """Path of DINOv2's weights, or of those that are fitted to them, on training images."""
-        cfg, path = self.load(), Path(self.args.work_dir, 'fitted.pth')
+        cfg, path = self.load(), Path(self.args.work_dir, f'fitted_{self.scale.fit}.pth')
         if name == 'stock':
             return cfg.model.backbone.init_cfg.checkpoint
         if path.exists():

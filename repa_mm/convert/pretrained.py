@@ -79,7 +79,7 @@ def convert_checkpoint(
     narrow, report = conversion.fit(conversion.sizes(budget), batches, progress)
     # Training starts from the converted weights.
     narrow.cfg.load_from, narrow.cfg.resume = osp.abspath(out), False
-    save_model(narrow, checkpoint, out, held_out[0])
+    save_model(narrow, checkpoint, out, (held_out or to_fit)[0])
     return dict(report=report, images=len(to_fit), held_out=len(held_out), config=out_config)
 
 

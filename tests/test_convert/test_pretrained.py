@@ -131,6 +131,9 @@ def test_the_files_that_are_written(folder):
     assert found['report'].differences[0] == pytest.approx(share.item(), rel=1e-3)
     again = converted()  # replaces its own files
     assert str(again['report']) == str(found['report'])
+    Path('alone').mkdir()
+    cv2.imwrite('alone/image.png', held_out['inputs'][0].permute(1, 2, 0).numpy())
+    assert converted(images='alone')['held_out'] == 0
 
 
 def test_the_files_of_a_channel_idle_model(folder):
