@@ -243,6 +243,8 @@ def tables() -> dict[str, str]:
         ),
         'trees': table(of('trees: '), 'form', 'of'),
         'trees-narrow': table(of('trees narrow: '), 'form', 'of'),
+        'trees-further': table(of('trees further: '), 'form', 'of'),
+        'saliency': table(of('saliency: '), 'form', 'of'),
         'detectors': table(
             of('detectors: time'),
             'model method',

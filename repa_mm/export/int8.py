@@ -45,6 +45,7 @@ def quantize(
         calibration (Sequence[dict]): Batches of one image, for the ranges of activations.
         held_out (Sequence[dict]): Batches of one image, to compare the file with the model.
         tolerance (float): Smallest acceptable :func:`~repa_mm.export.agreement`. Defaults to 0.98.
+            Below that, the best of all attempts is written.
 
     Returns:
         dict: ``agreement``, ``layers`` (by name, whether in int8) and ``backbone_only``, True if
@@ -66,6 +67,7 @@ def quantize(
     model = set_shortcut_(copied(model).cpu(), 'outside')
     content, _ = agreeing_onnx(model, calibration[:NUM_IMAGES])
     nncf.set_log_level(logging.ERROR)
+    attempts = []
     for strengths, in_float in ATTEMPTS:
         quantized = nncf.quantize(
             openvino.Core().read_model(content, b''),
@@ -81,9 +83,11 @@ def quantize(
         # In float32, so that the figure does not depend on what else this processor rounds.
         exported = ExportedModel(quantized, model.data_preprocessor, 'f32')
         found = agreement(model, exported, held_out)
-        if found >= tolerance:
+        attempts.append((found, quantized, bool(in_float)))
+        if found >= max(tolerance, MIN_AGREEMENT):
             break
-    else:
+    found, quantized, backbone_only = max(attempts, key=lambda attempt: attempt[0])
+    if not found >= tolerance:
         raise ValueError(
             f'in int8 the model has an agreement of {found:.4f} with PyTorch, less than '
             f'{tolerance}: nothing is written. Calibrate on more images, or test a file of '
@@ -94,7 +98,7 @@ def quantize(
     with replacing(out) as temporary, replacing(weights):
         openvino.save_model(quantized, temporary, compress_to_fp16=False)
     layers = layers_in_int8(quantized)
-    return dict(agreement=found, layers=layers, backbone_only=bool(in_float))
+    return dict(agreement=found, layers=layers, backbone_only=backbone_only)
 
 
 def layers_in_int8(file) -> dict[str, bool]:

@@ -184,7 +184,9 @@ def _label(axes: Axes, points: Sequence[tuple], shown: Sequence[tuple]) -> None:
 
 
 def _pictures(cfg: Config, models: list[nn.Module], judge: Judge) -> list[str]:
-    """Draw what models find in images, with the codebase's visualizer, as data URIs."""
+    """Draw what models find in images, with the config's visualizer, if any, as data URIs."""
+    if not cfg.get('visualizer'):
+        return []
     meta = getattr(judge.dataset, 'metainfo', None) or models[0].dataset_meta
     drawing = VISUALIZERS.build(dict(cfg.visualizer, vis_backends=None, name=f'{id(models)}'))
     drawing.dataset_meta, found = meta, []

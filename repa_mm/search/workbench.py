@@ -22,7 +22,7 @@ from repa_mm.apis.models import deploy_
 from repa_mm.convert import Conversion
 from repa_mm.convert.changed_config import converted_config
 from repa_mm.convert.pretrained import conversion_of, save_model
-from repa_mm.export import NUM_IMAGES, ExportedModel, agreeing_onnx, quantize
+from repa_mm.export import MIN_AGREEMENT, NUM_IMAGES, ExportedModel, agreeing_onnx, quantize
 from repa_mm.export.comparison import agreement_of, num_found, overlap
 from repa_mm.export.exporter import MAX_ERROR
 from repa_mm.faster import faster_on_gpu_, rewrite_
@@ -40,6 +40,8 @@ from repa_mm.surgery import copied
 
 #: Name of the model whose parts compute the same faster.
 EXACT = 'exact parts'
+#: Smallest agreement of a file in int8 that is worth a test.
+TESTED_AGREEMENT = 0.9
 #: Seconds for each timed model, after which no more turns begin.
 MOST_SECONDS = 20
 #: A model that takes longer for an image is large. All its turns are of one image, so that none of
@@ -79,12 +81,15 @@ def originals(
     return found[0], found[-1]
 
 
-def export(model: nn.Module, path: str, calibration: Callable, judge: Judge) -> None:
+def export(
+    model: nn.Module, path: str, calibration: Callable, judge: Judge, tolerance: float
+) -> None:
     """Write a model to a file for ONNX Runtime, or in int8 for OpenVINO if its suffix is '.xml'."""
     if path.endswith('.xml'):
         # Not the test's images, which would favour the attempt that fits these best.
         found = calibration()
-        quantize(model, path, [cropped(x) for i, x in enumerate(found) if i % 3], found[::3])
+        to_calibrate = [cropped(x) for i, x in enumerate(found) if i % 3]
+        quantize(model, path, to_calibrate, found[::3], tolerance)
     else:
         write_bytes(path, agreeing_onnx(model, judge.images(NUM_IMAGES))[0])
 
@@ -221,7 +226,9 @@ class Workbench:
 
     def _export(self, model: Candidate, path: str) -> dict:
         opened = open_model(model.config, model.checkpoint)
-        export(opened, path, self.calibration, self.judge)
+        # What is tested is judged by its metric.
+        tolerance = TESTED_AGREEMENT if self.tested else MIN_AGREEMENT
+        export(opened, path, self.calibration, self.judge, tolerance)
         names = {path, path.replace('.xml', '.bin')}
         return dict(files=self.record.hashes([f'candidates/{osp.basename(x)}' for x in names]))
 

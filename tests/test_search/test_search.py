@@ -333,6 +333,7 @@ def test_int8_is_accepted_on_images_that_are_neither_calibrated_on_nor_tested(fo
     given = []
     monkeypatch.setattr(workbench, 'quantize', lambda model, path, *found: given.extend(found))
     run(images='images', num_images=12, fit_images=9)
+    assert given.pop() == 0.9  # the metric decides
     calibrated, held_out = ({x['data_samples'][0].img_path for x in part} for part in given)
     tested = {str(path) for path in sorted(Path('images').absolute().rglob('*.png'))[::3]}
     assert len(calibrated) == 6 and len(held_out) == 3
@@ -376,6 +377,7 @@ for name in ('CustomDataset', 'Accuracy', 'ImageClassifier', 'LinearClsHead', 'S
 GRAY = CONFIG.replace('[100, 110, 120]', '[110]').replace('[50, 60, 70]', '[60]')
 GRAY = GRAY.replace("type='SwinTransformer',", "type='SwinTransformer', in_channels=1,")
 GRAY = GRAY.replace("'LoadImageFromFile'", "'LoadImageFromFile', color_type='grayscale'")
+GRAY = GRAY.replace("visualizer = dict(type='UniversalVisualizer')\n", '')
 MULTI = CONFIG.replace("'LinearClsHead'", "'MultiLabelLinearClsHead'")
 REPA = f"{CONFIG.replace('SwinTr', 'RePaSwinTr')}custom_imports = dict(imports=['repa_mm'])\n"
 
@@ -384,7 +386,7 @@ REPA = f"{CONFIG.replace('SwinTr', 'RePaSwinTr')}custom_imports = dict(imports=[
     'text', [LAZY, GRAY, MULTI, REPA], ids=['lazy', 'gray', 'several labels', 'RePaFormer']
 )
 def test_other_configs(folder, monkeypatch, text):
-    """Of the pure Python style, of another number of channels, of any number of labels, merged."""
+    """Of the pure Python style, of other channels (and without a visualizer), and others."""
     formats(monkeypatch, EAGER, ORT)
     Path('other.py').write_text(text)
     model = random_model(load_config('other.py'))
