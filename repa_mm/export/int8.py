@@ -31,6 +31,7 @@ def quantize(
     calibration: Sequence[dict],
     held_out: Sequence[dict],
     tolerance: float = MIN_AGREEMENT,
+    least: float | None = None,
 ) -> dict:
     """Write a whole model with layers in int8, if the file finds what the model finds.
 
@@ -45,7 +46,8 @@ def quantize(
         calibration (Sequence[dict]): Batches of one image, for the ranges of activations.
         held_out (Sequence[dict]): Batches of one image, to compare the file with the model.
         tolerance (float): Smallest acceptable :func:`~repa_mm.export.agreement`. Defaults to 0.98.
-            Below that, the best of all attempts is written.
+        least (float, optional): If no attempt is acceptable, the best one is written if it has this
+            agreement. Defaults to ``tolerance``.
 
     Returns:
         dict: ``agreement``, ``layers`` (by name, whether in int8) and ``backbone_only``, True if
@@ -84,13 +86,14 @@ def quantize(
         exported = ExportedModel(quantized, model.data_preprocessor, 'f32')
         found = agreement(model, exported, held_out)
         attempts.append((found, quantized, bool(in_float)))
-        if found >= max(tolerance, MIN_AGREEMENT):
+        if found >= tolerance:
             break
     found, quantized, backbone_only = max(attempts, key=lambda attempt: attempt[0])
-    if not found >= tolerance:
+    least = tolerance if least is None else least
+    if not found >= least:
         raise ValueError(
             f'in int8 the model has an agreement of {found:.4f} with PyTorch, less than '
-            f'{tolerance}: nothing is written. Calibrate on more images, or test a file of '
+            f'{least}: nothing is written. Calibrate on more images, or test a file of '
             'lower agreement (--tolerance)'
         )
     weights = osp.splitext(osp.realpath(out))[0] + '.bin'

@@ -81,15 +81,13 @@ def originals(
     return found[0], found[-1]
 
 
-def export(
-    model: nn.Module, path: str, calibration: Callable, judge: Judge, tolerance: float
-) -> None:
+def export(model: nn.Module, path: str, calibration: Callable, judge: Judge, least: float) -> None:
     """Write a model to a file for ONNX Runtime, or in int8 for OpenVINO if its suffix is '.xml'."""
     if path.endswith('.xml'):
         # Not the test's images, which would favour the attempt that fits these best.
         found = calibration()
         to_calibrate = [cropped(x) for i, x in enumerate(found) if i % 3]
-        quantize(model, path, to_calibrate, found[::3], tolerance)
+        quantize(model, path, to_calibrate, found[::3], least=least)
     else:
         write_bytes(path, agreeing_onnx(model, judge.images(NUM_IMAGES))[0])
 
@@ -227,8 +225,8 @@ class Workbench:
     def _export(self, model: Candidate, path: str) -> dict:
         opened = open_model(model.config, model.checkpoint)
         # What is tested is judged by its metric.
-        tolerance = TESTED_AGREEMENT if self.tested else MIN_AGREEMENT
-        export(opened, path, self.calibration, self.judge, tolerance)
+        least = TESTED_AGREEMENT if self.tested else MIN_AGREEMENT
+        export(opened, path, self.calibration, self.judge, least)
         names = {path, path.replace('.xml', '.bin')}
         return dict(files=self.record.hashes([f'candidates/{osp.basename(x)}' for x in names]))
 
