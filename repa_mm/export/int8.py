@@ -46,8 +46,8 @@ def quantize(
         calibration (Sequence[dict]): Batches of one image, for the ranges of activations.
         held_out (Sequence[dict]): Batches of one image, to compare the file with the model.
         tolerance (float): Smallest acceptable :func:`~repa_mm.export.agreement`. Defaults to 0.98.
-        least (float, optional): If no attempt is acceptable, the best one is written if it has this
-            agreement. Defaults to ``tolerance``.
+        least (float, optional): If no attempt is acceptable, the first one of this agreement is
+            written. Defaults to ``tolerance``.
 
     Returns:
         dict: ``agreement``, ``layers`` (by name, whether in int8) and ``backbone_only``, True if
@@ -87,15 +87,17 @@ def quantize(
         found = agreement(model, exported, held_out)
         attempts.append((found, quantized, bool(in_float)))
         if found >= tolerance:
+            attempts = attempts[-1:]
             break
-    found, quantized, backbone_only = max(attempts, key=lambda attempt: attempt[0])
     least = tolerance if least is None else least
-    if not found >= least:
+    accepted = [attempt for attempt in attempts if attempt[0] >= least]
+    if not accepted:
         raise ValueError(
             f'in int8 the model has an agreement of {found:.4f} with PyTorch, less than '
             f'{least}: nothing is written. Calibrate on more images, or test a file of '
             'lower agreement (--tolerance)'
         )
+    found, quantized, backbone_only = accepted[0]
     weights = osp.splitext(osp.realpath(out))[0] + '.bin'
     # The weights come first: a reader that finds the .xml finds them.
     with replacing(out) as temporary, replacing(weights):
