@@ -68,8 +68,9 @@ def speed_up(
         With a target that nothing meets, no row is chosen.
 
     Raises:
-        ValueError: If there are no data to test on, a target is out of range, ``out_dir`` belongs
-            to another model, or the model with exact parts does not compute what the model does.
+        ValueError: If there are no data to test on, a target is out of range, the original's metric
+            is at most ``max_loss``, ``out_dir`` belongs to another model, or the model with exact
+            parts does not compute what the model does.
         CheckpointError: If the checkpoint does not fit the config.
     """
     started, target, options = time.monotonic(), Target(max_loss, latency), Options(**options)
